@@ -32,9 +32,10 @@ const BASE: [&str; 10] =
     ["chain", "ended", "micros", "moved", "notice", "percentage", "units", "xid", "cause", "interval"];
 
 /// The modules for Linux.
-const OS: [&str; 33] = [
+const OS: [&str; 34] = [
     "affinity",
     "blocks",
+    "beneath",
     "regular",
     "xattr",
     "clock",

@@ -4,20 +4,22 @@
 //! has returned, the reader finds the new one. This takes four steps, in this order: write under a temporary name in
 //! the same directory, fsync the file, rename it, fsync the directory. A temporary name starts with [`TEMP_PREFIX`]; a
 //! file that a crash left under such a name is rubbish.
+//!
+//! Every function takes a [`Place`]: below a folder that others can change it is a [`Beneath`]; elsewhere a path will do.
 
+use std::borrow::Cow;
 use std::ffi::OsString;
-use std::fs::{self, File, OpenOptions, Permissions};
+use std::fs::{File, Permissions};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::{self, Write};
-use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use nix::errno::Errno;
-use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 
+use super::beneath::Beneath;
 use super::point::{Step, point};
-use super::regular::{self, Links};
 
 /// Prefix of the name of a file or folder while it is incomplete.
 pub const TEMP_PREFIX: &str = ".tmp-";
@@ -25,22 +27,49 @@ pub const TEMP_PREFIX: &str = ".tmp-";
 /// Ensures that two writers of one process, and two processes, use different temporary names.
 static COUNTER: AtomicU64 = AtomicU64::new(0);
 
+/// Where something is written.
+pub trait Place {
+    /// The place below an open folder.
+    ///
+    /// # Errors
+    /// When the folder of a path cannot be opened.
+    fn place(&self) -> io::Result<Cow<'_, Beneath>>;
+}
+
+impl Place for Beneath {
+    fn place(&self) -> io::Result<Cow<'_, Beneath>> {
+        Ok(Cow::Borrowed(self))
+    }
+}
+
+impl Place for Path {
+    fn place(&self) -> io::Result<Cow<'_, Beneath>> {
+        Beneath::at(self).map(Cow::Owned)
+    }
+}
+
+impl Place for PathBuf {
+    fn place(&self) -> io::Result<Cow<'_, Beneath>> {
+        self.as_path().place()
+    }
+}
+
 /// Replaces `path` by a file with the content `bytes` and exactly the permission bits `mode` (the umask does not
 /// count).
 ///
 /// # Errors
 /// The first step that failed. The old file then still exists, unless the last step (fsync of the directory) failed:
 /// then the new one exists, but after a power cut the old one may be there again.
-pub fn write_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
-    let temp = temp_name(path)?;
-    let written =
-        write_new(&temp, bytes, mode).and_then(|()| point(Step::Write)).and_then(|()| fs::rename(&temp, path));
+pub fn write_file(path: &(impl Place + ?Sized), bytes: &[u8], mode: u32) -> io::Result<()> {
+    let path = path.place()?;
+    let temp = temp_name(&path)?;
+    let written = write_new(&temp, bytes, mode).and_then(|()| point(Step::Write)).and_then(|()| temp.rename(&path));
     if let Err(error) = written {
         // The caller needs the cause of the failure, not the error of this removal.
-        let _ = fs::remove_file(&temp);
+        let _ = temp.remove_file();
         return Err(error);
     }
-    sync_dir(parent(path))
+    sync_parent(&path)
 }
 
 /// Overwrites the file with `bytes` at `offset`, and syncs. Only for a range whose content may be lost: after a power
@@ -48,11 +77,9 @@ pub fn write_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
 ///
 /// # Errors
 /// The step that failed.
-pub fn overwrite(path: &Path, offset: u64, bytes: &[u8]) -> io::Result<()> {
+pub fn overwrite(path: &(impl Place + ?Sized), offset: u64, bytes: &[u8]) -> io::Result<()> {
     point(Step::Write)?;
-    let file = OpenOptions::new().write(true).custom_flags(NO_SURPRISE).open(path)?;
-    file.write_all_at(bytes, offset)?;
-    file.sync_all()
+    path.place()?.overwrite(offset, bytes)
 }
 
 /// Replaces `path` as [`write_file`] does, so that a reader finds the old or the new file complete, but does not sync:
@@ -60,34 +87,40 @@ pub fn overwrite(path: &Path, offset: u64, bytes: &[u8]) -> io::Result<()> {
 ///
 /// # Errors
 /// The step that failed; the old file is then still there.
-pub fn replace_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
-    let temp = temp_name(path)?;
-    let options = || OpenOptions::new().write(true).create_new(true).mode(mode).open(&temp);
+pub fn replace_file(path: &(impl Place + ?Sized), bytes: &[u8], mode: u32) -> io::Result<()> {
+    let path = path.place()?;
+    let temp = temp_name(&path)?;
     let write = |mut file: File| {
         file.write_all(bytes)?;
         file.set_permissions(Permissions::from_mode(mode))
     };
-    let written = options().and_then(write).and_then(|()| fs::rename(&temp, path));
-    written.inspect_err(|_| drop(fs::remove_file(&temp)))
+    let written = temp.create_new(mode).and_then(write).and_then(|()| temp.rename(&path));
+    written.inspect_err(|_| drop(temp.remove_file()))
 }
 
 /// Makes the symbolic link `path` lead to `target`, and replaces an existing link.
 ///
 /// # Errors
 /// The step that failed; the old link is then still there.
-pub fn replace_link(target: &Path, path: &Path) -> io::Result<()> {
-    let temp = temp_name(path)?;
-    let made = std::os::unix::fs::symlink(target, &temp).and_then(|()| fs::rename(&temp, path));
-    made.inspect_err(|_| drop(fs::remove_file(&temp)))
+pub fn replace_link(target: &Path, path: &(impl Place + ?Sized)) -> io::Result<()> {
+    let path = path.place()?;
+    let temp = temp_name(&path)?;
+    let made = temp.make_link_to(target).and_then(|()| temp.rename(&path));
+    made.inspect_err(|_| drop(temp.remove_file()))
 }
 
 /// Waits until the names in the directory are on the disk.
 ///
 /// # Errors
 /// Opening it or fsync.
-pub fn sync_dir(path: &Path) -> io::Result<()> {
+pub fn sync_dir(path: &(impl Place + ?Sized)) -> io::Result<()> {
     point(Step::Other)?;
-    OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY).open(path)?.sync_all()
+    path.place()?.sync_dir()
+}
+
+/// The same for the directory that it is in.
+fn sync_parent(path: &Beneath) -> io::Result<()> {
+    sync_dir(&path.parent().ok_or(io::ErrorKind::InvalidInput)?)
 }
 
 /// Gives the folder `tmp` its final name `to`, in one step and without replacing anything, and makes that durable. The
@@ -96,17 +129,22 @@ pub fn sync_dir(path: &Path) -> io::Result<()> {
 /// # Errors
 /// `AlreadyExists` if `to` exists; else the step that failed. If fsync of the parent failed, the folder has its new
 /// name already.
-pub fn publish_dir(tmp: &Path, to: &Path) -> io::Result<()> {
+pub fn publish_dir(tmp: &(impl Place + ?Sized), to: &(impl Place + ?Sized)) -> io::Result<()> {
     point(Step::Write)?;
-    match renameat2(AT_FDCWD, tmp, AT_FDCWD, to, RenameFlags::RENAME_NOREPLACE) {
-        Ok(()) => {}
+    let (tmp, to) = (tmp.place()?, to.place()?);
+    match tmp.rename_new(&to) {
         // NFS and some FUSE file systems support no flags (EINVAL). A folder cannot replace a file or a non-empty
         // folder (rename(2): ENOTDIR, ENOTEMPTY), so the plain call destroys nothing either.
-        Err(Errno::EINVAL | Errno::ENOSYS) if fs::symlink_metadata(to).is_err() => fs::rename(tmp, to)?,
-        Err(Errno::EINVAL | Errno::ENOSYS) => return Err(io::ErrorKind::AlreadyExists.into()),
-        Err(error) => return Err(error.into()),
+        Err(error) if has_no_flags(&error) => {
+            let is_free = to.metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
+            if !is_free {
+                return Err(io::ErrorKind::AlreadyExists.into());
+            }
+            tmp.rename(&to)?;
+        }
+        renamed => renamed?,
     }
-    sync_dir(parent(to))
+    sync_parent(&to)
 }
 
 /// Exchanges the names of two folders in one step, and makes that durable. The content of both must have been synced
@@ -114,24 +152,31 @@ pub fn publish_dir(tmp: &Path, to: &Path) -> io::Result<()> {
 ///
 /// # Errors
 /// `Unsupported` if the file system cannot (NFS, some FUSE); else the step that failed.
-pub fn exchange_dirs(a: &Path, b: &Path) -> io::Result<()> {
+pub fn exchange_dirs(a: &(impl Place + ?Sized), b: &(impl Place + ?Sized)) -> io::Result<()> {
     point(Step::Write)?;
-    match renameat2(AT_FDCWD, a, AT_FDCWD, b, RenameFlags::RENAME_EXCHANGE) {
-        Ok(()) => sync_dir(parent(b)),
-        Err(Errno::EINVAL | Errno::ENOSYS) => Err(io::ErrorKind::Unsupported.into()),
-        Err(error) => Err(error.into()),
+    let (a, b) = (a.place()?, b.place()?);
+    match a.exchange(&b) {
+        Ok(()) => sync_parent(&b),
+        Err(error) if has_no_flags(&error) => Err(io::ErrorKind::Unsupported.into()),
+        Err(error) => Err(error),
     }
+}
+
+/// Whether a file system has no flags for renaming.
+fn has_no_flags(error: &io::Error) -> bool {
+    error.raw_os_error().is_some_and(|error| matches!(Errno::from_raw(error), Errno::EINVAL | Errno::ENOSYS))
 }
 
 /// Removes a file durably. A missing file counts as removed.
 ///
 /// # Errors
 /// The step that failed.
-pub fn remove_file(path: &Path) -> io::Result<()> {
+pub fn remove_file(path: &(impl Place + ?Sized)) -> io::Result<()> {
     point(Step::Other)?;
-    match fs::remove_file(path) {
+    let path = path.place()?;
+    match path.remove_file() {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-        _ => sync_dir(parent(path)),
+        _ => sync_parent(&path),
     }
 }
 
@@ -139,7 +184,7 @@ pub fn remove_file(path: &Path) -> io::Result<()> {
 ///
 /// # Errors
 /// `AlreadyExists` if `to` exists; else the step that failed.
-pub fn publish_file(tmp: &Path, to: &Path) -> io::Result<()> {
+pub fn publish_file(tmp: &(impl Place + ?Sized), to: &(impl Place + ?Sized)) -> io::Result<()> {
     publish_dir(tmp, to)
 }
 
@@ -148,7 +193,7 @@ pub fn publish_file(tmp: &Path, to: &Path) -> io::Result<()> {
 #[derive(Debug)]
 pub struct Unfinished {
     file: File,
-    temp: Option<PathBuf>,
+    temp: Option<Beneath>,
 }
 
 impl Unfinished {
@@ -156,8 +201,8 @@ impl Unfinished {
     ///
     /// # Errors
     /// Those of open(2).
-    pub fn beside(path: &Path) -> io::Result<Unfinished> {
-        Unfinished::create(temp_name(path)?)
+    pub fn beside(path: &(impl Place + ?Sized)) -> io::Result<Unfinished> {
+        Unfinished::create(temp_name(&*path.place()?)?)
     }
 
     /// Creates it under a fixed name, for places where nobody removes leftovers of a crash: the next call removes them.
@@ -165,17 +210,21 @@ impl Unfinished {
     ///
     /// # Errors
     /// Those of open(2).
-    pub fn in_place_of_leftover(temp: &Path) -> io::Result<Unfinished> {
-        let _ = fs::remove_file(temp);
-        match Unfinished::create(temp.to_owned()) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Unfinished::create(unforeseen(temp)),
+    pub fn in_place_of_leftover(temp: &(impl Place + ?Sized)) -> io::Result<Unfinished> {
+        let temp = temp.place()?.into_owned();
+        let _ = temp.remove_file();
+        match Unfinished::create(temp.clone()) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                let name = unforeseen(temp.path());
+                Unfinished::create(temp.with_file_name(name.file_name().unwrap_or_default()))
+            }
             created => created,
         }
     }
 
-    fn create(temp: PathBuf) -> io::Result<Unfinished> {
+    fn create(temp: Beneath) -> io::Result<Unfinished> {
         point(Step::Write)?;
-        let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&temp)?;
+        let file = temp.create_new(0o600)?;
         Ok(Unfinished { file, temp: Some(temp) })
     }
 
@@ -189,10 +238,10 @@ impl Unfinished {
     ///
     /// # Errors
     /// `AlreadyExists` if `to` exists; else the step that failed.
-    pub fn publish(&mut self, to: &Path) -> io::Result<()> {
+    pub fn publish(&mut self, to: &(impl Place + ?Sized)) -> io::Result<()> {
         self.file.sync_all()?;
         let Some(temp) = &self.temp else { return Ok(()) };
-        publish_file(temp, to)?;
+        publish_file(temp, &*to.place()?)?;
         self.temp = None;
         Ok(())
     }
@@ -201,9 +250,9 @@ impl Unfinished {
     ///
     /// # Errors
     /// That of rename(2).
-    pub fn replace(mut self, to: &Path) -> io::Result<()> {
+    pub fn replace(mut self, to: &(impl Place + ?Sized)) -> io::Result<()> {
         if let Some(temp) = &self.temp {
-            fs::rename(temp, to)?;
+            temp.rename(&*to.place()?)?;
         }
         self.temp = None;
         Ok(())
@@ -213,7 +262,7 @@ impl Unfinished {
 impl Drop for Unfinished {
     fn drop(&mut self) {
         if let Some(temp) = &self.temp {
-            let _ = fs::remove_file(temp);
+            let _ = temp.remove_file();
         }
     }
 }
@@ -222,24 +271,24 @@ impl Drop for Unfinished {
 /// of a FIFO. A terminal does not become that of our session: when it hung up, SIGHUP would stop the supervisor.
 pub const NO_SURPRISE: i32 = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
 
-/// Opens a regular file for reading. Refuses a symbolic link, and opens nothing but a regular file ([`regular`]).
+/// Opens a regular file for reading. Refuses a symbolic link, and opens nothing but a regular file.
 ///
 /// # Errors
 /// That of open(2); `InvalidInput` if it is no regular file.
-pub fn open_for_reading(path: &Path) -> io::Result<File> {
-    regular::find(path, Links::Refuse)?.read()
+pub fn open_for_reading(path: &(impl Place + ?Sized)) -> io::Result<File> {
+    path.place()?.read()
 }
 
-fn write_new(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
+fn write_new(path: &Beneath, bytes: &[u8], mode: u32) -> io::Result<()> {
     point(Step::Write)?;
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
+    let mut file = path.create_new(0o600)?;
     file.write_all(bytes)?;
     file.set_permissions(Permissions::from_mode(mode))?;
     point(Step::Other)?;
     file.sync_all()
 }
 
-fn temp_name(path: &Path) -> io::Result<PathBuf> {
+fn temp_name(path: &Beneath) -> io::Result<Beneath> {
     let name =
         path.file_name().ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "the path has no file name"))?;
     let mut temp = OsString::from(TEMP_PREFIX);
@@ -258,15 +307,11 @@ pub fn unforeseen(path: &Path) -> PathBuf {
     name.into()
 }
 
-fn parent(path: &Path) -> &Path {
-    match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::os::unix::fs::FileExt;
+
     use super::*;
 
     fn names(dir: &Path) -> Vec<String> {

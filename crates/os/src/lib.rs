@@ -3,6 +3,7 @@
 //! A file that needs `unsafe` says so at its top, and each block says why it is sound.
 
 pub mod affinity;
+pub mod beneath;
 pub mod blocks;
 pub mod cgroup;
 pub mod clock;

@@ -14,12 +14,13 @@ use super::pack::Packs;
 use super::record::{self, JobRecord};
 use super::rights;
 use super::trust::Trust;
+use rekindle_os::beneath::Beneath;
 
 /// The folder of one job. Reading needs no lock; functions that change `images/` require the [`WriterLock`].
 #[derive(Debug, Clone)]
 pub struct JobFolder {
     name: JobName,
-    path: PathBuf,
+    dir: Beneath,
     trust: Trust,
     /// The highest number of an image that is known to exist elsewhere.
     pub(super) elsewhere: Arc<AtomicU32>,
@@ -27,21 +28,21 @@ pub struct JobFolder {
 
 impl JobFolder {
     /// Opens an existing folder.
-    pub(super) fn existing(name: JobName, path: PathBuf, trust: &Trust) -> Result<JobFolder> {
-        rights::check(&path)?;
+    pub(super) fn existing(name: JobName, dir: Beneath, trust: &Trust) -> Result<JobFolder> {
+        rights::check(dir.path())?;
         let trust = trust.for_job(&name);
-        Ok(JobFolder { name, path, trust, elsewhere: Arc::default() })
+        Ok(JobFolder { name, dir, trust, elsewhere: Arc::default() })
     }
 
     /// The same folder after it was renamed.
-    pub(super) fn renamed(&self, path: PathBuf) -> JobFolder {
-        JobFolder { path, ..self.clone() }
+    pub(super) fn renamed(&self, dir: Beneath) -> JobFolder {
+        JobFolder { dir, ..self.clone() }
     }
 
     /// Creates the missing parts of the folder.
-    pub(super) fn create(name: JobName, path: PathBuf, trust: &Trust) -> Result<JobFolder> {
-        make_folder(&path)?;
-        let folder = JobFolder::existing(name, path, trust)?;
+    pub(super) fn create(name: JobName, dir: Beneath, trust: &Trust) -> Result<JobFolder> {
+        make_folder(dir.path())?;
+        let folder = JobFolder::existing(name, dir, trust)?;
         for path in [folder.images_dir(), folder.log_dir(), folder.bin_dir(), folder.packs().dir().to_owned()] {
             make_folder(&path)?;
         }
@@ -54,23 +55,29 @@ impl JobFolder {
         &self.name
     }
 
-    /// The folder itself.
+    /// The folder itself: all access to what is in it goes through this.
+    #[must_use]
+    pub fn dir(&self) -> &Beneath {
+        &self.dir
+    }
+
+    /// Its path, for messages.
     #[must_use]
     pub fn path(&self) -> &Path {
-        &self.path
+        self.dir.path()
     }
 
     /// The store that it is in.
     #[must_use]
     pub fn store(&self) -> &Path {
-        self.path.parent().unwrap_or(&self.path)
+        self.path().parent().unwrap_or(self.path())
     }
 
     /// A name for the job's resources outside the store: the job's name for people, and a hash of the folder's path,
     /// because two stores may have jobs of the same name.
     #[must_use]
     pub fn place_name(&self) -> String {
-        let hash = blake3::hash(self.path.as_os_str().as_encoded_bytes()).to_hex();
+        let hash = blake3::hash(self.path().as_os_str().as_encoded_bytes()).to_hex();
         format!("{}-{}", self.name, hash.get(..8).unwrap_or_default())
     }
 
@@ -83,13 +90,13 @@ impl JobFolder {
     /// The folder for the output of the job.
     #[must_use]
     pub fn log_dir(&self) -> PathBuf {
-        self.path.join("log")
+        self.path().join("log")
     }
 
     /// The folder for rekindle's files that the job runs or maps.
     #[must_use]
     pub fn bin_dir(&self) -> PathBuf {
-        self.path.join("bin")
+        self.path().join("bin")
     }
 
     /// A folder for files that CRIU writes besides its images; none of them is needed later.
@@ -97,7 +104,7 @@ impl JobFolder {
     /// # Errors
     /// [`Error::Create`], [`Error::NotAFolder`].
     pub fn scratch_dir(&self) -> Result<PathBuf> {
-        let path = self.path.join("scratch");
+        let path = self.path().join("scratch");
         make_folder(&path)?;
         Ok(path)
     }
@@ -105,13 +112,13 @@ impl JobFolder {
     /// The folder of the images.
     #[must_use]
     pub fn images_dir(&self) -> PathBuf {
-        self.path.join("images")
+        self.path().join("images")
     }
 
     /// The folder of the packs.
     #[must_use]
     pub fn packs_dir(&self) -> PathBuf {
-        self.path.join("packs")
+        self.path().join("packs")
     }
 
     /// The packs with the content of packed images.
@@ -123,7 +130,7 @@ impl JobFolder {
     /// The file in which the supervisor publishes its state.
     #[must_use]
     pub fn state_file(&self) -> PathBuf {
-        self.path.join("state.json")
+        self.path().join("state.json")
     }
 
     /// Takes the lock for writing.
@@ -132,7 +139,7 @@ impl JobFolder {
     /// [`Error::Supervised`] if another process has it; [`Error::PerhapsSupervised`] if one on another machine may have
     /// it; [`Error::TakenOver`] if another process was faster; [`Error::Lock`] if the file system cannot lock.
     pub fn lock(&self) -> Result<WriterLock> {
-        lock::acquire(&self.path, &self.name)
+        lock::acquire(self.path(), &self.name)
     }
 
     /// The same for who has time: waits while another machine may have it and shows no sign of life, and takes over from
@@ -142,7 +149,7 @@ impl JobFolder {
     /// As [`JobFolder::lock`]; [`Error::Supervised`] and [`Error::PerhapsSupervised`] only for a holder on this machine, for
     /// one that shows a sign of life, and for one that has the kernel's lock all the time.
     pub fn lock_or_wait(&self, tell: &mut dyn FnMut(&Waiting<'_>)) -> Result<WriterLock> {
-        lock::acquire_or_wait(&self.path, &self.name, tell)
+        lock::acquire_or_wait(self.path(), &self.name, tell)
     }
 
     /// The present holder of the lock.
@@ -150,7 +157,7 @@ impl JobFolder {
     /// # Errors
     /// [`Error::Read`], [`Error::Lock`].
     pub fn writer(&self) -> Result<Writer> {
-        lock::writer(&self.path)
+        lock::writer(self.path())
     }
 
     /// The record of the last run; `None` before the first.
@@ -158,13 +165,13 @@ impl JobFolder {
     /// # Errors
     /// [`Error::Read`], [`Error::ParseRecord`], [`Error::NewerRecord`], [`Error::UntrustedRecord`].
     pub fn record(&self) -> Result<Option<JobRecord>> {
-        record::read(&self.path.join(record::FILE_NAME), &self.name, &self.trust)
+        record::read(&self.path().join(record::FILE_NAME), &self.name, &self.trust)
     }
 
     /// Whether the record of the last run has a signature, of any key.
     #[must_use]
     pub fn has_signed_record(&self) -> bool {
-        record::is_signed(&self.path.join(record::FILE_NAME))
+        record::is_signed(&self.path().join(record::FILE_NAME))
     }
 
     /// Replaces the record of the last run, durably.
@@ -173,7 +180,7 @@ impl JobFolder {
     /// [`Error::WrongLock`], [`Error::Write`].
     pub fn write_record(&self, lock: &WriterLock, record: &JobRecord) -> Result<()> {
         self.check_lock(lock)?;
-        record::write(&self.path.join(record::FILE_NAME), record, &self.name, &self.trust)
+        record::write(&self.path().join(record::FILE_NAME), record, &self.name, &self.trust)
     }
 
     /// All images, newest first. Damaged images are included, and are reported as such.
@@ -198,7 +205,7 @@ impl JobFolder {
 
     /// Whether it is there and has nothing of a job. If a file system was unmounted, nothing is there.
     fn is_bare(&self) -> bool {
-        self.path.is_dir() && !is_there(&self.path.join(record::FILE_NAME)) && !is_there(&self.packs_dir())
+        self.dir.is_dir() && !is_there(&self.path().join(record::FILE_NAME)) && !is_there(&self.packs_dir())
     }
 
     /// Whether the store has the image, good or not. If this is unknown, the answer is no: then the image in memory is
@@ -231,6 +238,6 @@ impl JobFolder {
     /// # Errors
     /// [`Error::WrongLock`], [`Error::TakenOver`], [`Error::LockReplaced`].
     pub fn check_lock(&self, lock: &WriterLock) -> Result<()> {
-        if lock.guards(&self.path) { lock.confirm() } else { Err(Error::WrongLock(self.name.clone())) }
+        if lock.guards(self.path()) { lock.confirm() } else { Err(Error::WrongLock(self.name.clone())) }
     }
 }

@@ -12,7 +12,7 @@
 
 use std::fs;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use super::{links, tags};
 use crate::error::{Error, Result};
@@ -24,6 +24,7 @@ use crate::lock::{self, WriterLock};
 use crate::names::DELETED_PREFIX;
 use crate::staging::{Area, Medium};
 use crate::store::Store;
+use rekindle_os::beneath::Beneath;
 use rekindle_os::durable;
 
 /// What to do about pinned images.
@@ -47,9 +48,10 @@ impl Store {
         keep_pinned(folder, pinned)?;
         let doomed = self.doomed(folder.name());
         let failed = |source| Error::Remove { path: path.to_owned(), source };
-        durable::publish_dir(path, &doomed).map_err(failed)?;
+        durable::publish_dir(folder.dir(), &doomed).map_err(failed)?;
         if let Err(error) = keep_pinned(&folder.renamed(doomed.clone()), pinned) {
-            durable::publish_dir(&doomed, path).map_err(|source| Error::Write { path: path.to_owned(), source })?;
+            durable::publish_dir(&doomed, folder.dir())
+                .map_err(|source| Error::Write { path: path.to_owned(), source })?;
             return Err(error);
         }
         self.finish(folder.name())
@@ -64,7 +66,7 @@ impl Store {
         if !doomed.is_dir() {
             return Ok(false);
         }
-        match lock::acquire(&doomed, name) {
+        match lock::acquire(doomed.path(), name) {
             Ok(_lock) => self.finish(name).map(|()| true),
             // Another process has just completed it.
             Err(_) if !doomed.is_dir() => Ok(false),
@@ -88,8 +90,8 @@ impl Store {
         self.doomed(name).is_dir()
     }
 
-    fn doomed(&self, name: &JobName) -> PathBuf {
-        self.path().join(format!("{DELETED_PREFIX}{name}"))
+    fn doomed(&self, name: &JobName) -> Beneath {
+        self.dir().join(format!("{DELETED_PREFIX}{name}"))
     }
 
     /// Steps 2 to 4.
@@ -102,8 +104,8 @@ impl Store {
                 area.close().map_err(failed)?;
             }
         }
-        remove_all(&path)?;
-        durable::sync_dir(self.path()).map_err(|source| Error::Write { path: self.path().to_owned(), source })
+        remove_all(path.path())?;
+        durable::sync_dir(self.dir()).map_err(|source| Error::Write { path: self.path().to_owned(), source })
     }
 }
 

@@ -3,7 +3,7 @@
 use std::fs::{self, DirBuilder};
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use super::error::{Error, Result};
 use super::folder::JobFolder;
@@ -11,6 +11,7 @@ use super::folders::list;
 use super::id::JobName;
 use super::rights;
 use super::trust::Trust;
+use rekindle_os::beneath::{Beneath, Owners};
 use rekindle_os::durable;
 
 /// The purpose for which a store is opened.
@@ -25,7 +26,7 @@ pub enum Access {
 /// A folder with the folders of jobs.
 #[derive(Debug, Clone)]
 pub struct Store {
-    path: PathBuf,
+    dir: Beneath,
     trust: Trust,
 }
 
@@ -47,7 +48,8 @@ impl Store {
         rights::check(path)?;
         // A job can change its working directory; the store's paths must stay valid.
         let path = fs::canonicalize(path).map_err(|source| Error::Read { path: path.to_owned(), source })?;
-        Ok(Store { path, trust: Trust::default() })
+        let dir = Beneath::root(&path, Owners::Ours).map_err(|source| Error::Read { path, source })?;
+        Ok(Store { dir, trust: Trust::default() })
     }
 
     /// The same store with these rules of trust. [`Store::open`] alone trusts all content.
@@ -56,10 +58,16 @@ impl Store {
         Store { trust, ..self }
     }
 
-    /// The folder, without symbolic links.
+    /// The folder: all access to what is in it goes through this.
+    #[must_use]
+    pub fn dir(&self) -> &Beneath {
+        &self.dir
+    }
+
+    /// Its path, without symbolic links, for messages.
     #[must_use]
     pub fn path(&self) -> &Path {
-        &self.path
+        self.dir.path()
     }
 
     /// The jobs, sorted by name.
@@ -67,7 +75,7 @@ impl Store {
     /// # Errors
     /// [`Error::Read`].
     pub fn jobs(&self) -> Result<Vec<JobName>> {
-        let mut jobs: Vec<JobName> = list(&self.path)?.iter().filter_map(|name| name.parse().ok()).collect();
+        let mut jobs: Vec<JobName> = list(self.path())?.iter().filter_map(|name| name.parse().ok()).collect();
         jobs.retain(|name| self.folder(name).is_dir());
         jobs.sort();
         Ok(jobs)
@@ -79,9 +87,9 @@ impl Store {
     /// [`Error::UnknownJob`], [`Error::Read`]; as root also [`Error::OthersCanWrite`] and [`Error::OtherOwner`].
     pub fn job(&self, name: &JobName) -> Result<JobFolder> {
         let path = self.folder(name);
-        match fs::metadata(&path) {
+        match path.metadata() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                Err(Error::UnknownJob { name: name.clone(), store: self.path.clone(), known: self.jobs()? })
+                Err(Error::UnknownJob { name: name.clone(), store: self.path().to_owned(), known: self.jobs()? })
             }
             _ => JobFolder::existing(name.clone(), path, &self.trust),
         }
@@ -100,8 +108,8 @@ impl Store {
         &self.trust
     }
 
-    fn folder(&self, name: &JobName) -> PathBuf {
-        self.path.join(name.as_str())
+    fn folder(&self, name: &JobName) -> Beneath {
+        self.dir.join(name.as_str())
     }
 }
 
