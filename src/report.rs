@@ -12,15 +12,16 @@ pub mod html;
 pub mod model;
 pub(crate) mod words;
 
+use std::fs::Metadata;
+use std::io;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
-use std::{fs, io};
 
 use chrono::{DateTime, Utc};
 
 use crate::published::{Published, ShownState};
 use crate::telemetry::events;
 use model::{Facts, ImageSize, Report};
+use rekindle_os::beneath::Beneath;
 use rekindle_store::{self as store, JobFolder, Known, Place};
 
 /// Why there is no report.
@@ -51,7 +52,7 @@ pub(crate) fn of(folder: &JobFolder, since: Option<DateTime<Utc>>) -> Result<Rep
         job: folder.name().to_string(),
         state: state(folder, live.as_ref())?,
         supervised: live.is_some(),
-        disk: allocated(folder.path()),
+        disk: allocated(folder.dir()),
         images: folder.known()?.iter().map(image_size).collect(),
         since,
     };
@@ -84,15 +85,13 @@ fn image_size(known: &Known) -> ImageSize {
 
 /// Bytes that a folder occupies on the disk. What cannot be examined counts as zero.
 #[must_use]
-pub(crate) fn allocated(dir: &Path) -> u64 {
-    let Ok(entries) = fs::read_dir(dir) else { return 0 };
-    let of = |entry: fs::DirEntry| {
-        let Ok(meta) = entry.metadata() else { return 0 };
-        let below = if meta.is_dir() { allocated(&entry.path()) } else { 0 };
+pub(crate) fn allocated(dir: &Beneath) -> u64 {
+    let of = |(place, meta): (Beneath, Metadata)| {
+        let below = if meta.is_dir() { allocated(&place) } else { 0 };
         // In units of 512 bytes, whatever the block size of the file system is (stat(2)).
         meta.blocks().saturating_mul(512).saturating_add(below)
     };
-    entries.flatten().map(of).sum()
+    dir.entries().unwrap_or_default().into_iter().map(of).sum()
 }
 
 /// A moment, for tests.

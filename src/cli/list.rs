@@ -225,7 +225,7 @@ fn job_row(folder: &JobFolder) -> anyhow::Result<JobRow> {
         images: images.len(),
         newest: images.iter().find(|known| known.best().is_good()).map(Known::id),
         bytes: bytes(Place::Stored),
-        frees: report::allocated(folder.path()),
+        frees: report::allocated(folder.dir()),
         memory_bytes: bytes(Place::Staged),
         storing: live.as_ref().map(Storing::of).unwrap_or_default(),
         replica: live.as_ref().map(Replicating::of).unwrap_or_default(),

@@ -121,7 +121,7 @@ fn look(config: &Config, finder: &Finder, text: &str, force: bool) -> anyhow::Re
     let row = Row {
         job: name,
         images: folder.known().map_or(0, |known| known.len()),
-        frees: report::allocated(folder.path()),
+        frees: report::allocated(folder.dir()),
         memory_bytes: folder.memory(),
     };
     Ok(Doomed { row, whole: Some((folder, lock)), store })

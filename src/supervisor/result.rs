@@ -1,8 +1,6 @@
 //! `result.json` in the job's folder: how a run ended, for whoever started it. It is written durably when a run is
 //! over, and removed when one begins. So an existing file is complete and describes the last run.
 
-use std::path::PathBuf;
-
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
@@ -11,10 +9,13 @@ use super::state::Finish;
 use super::times::micros;
 use super::work::Work;
 use crate::published::{LastEnd, Published};
+use rekindle_os::beneath::Beneath;
 use rekindle_os::durable;
 use rekindle_store::{ImageId, JobFolder};
 
 const FILE_NAME: &str = "result.json";
+/// Maximum size of the file. Ours have some kilobytes.
+const MAX_BYTES: u64 = 1 << 20;
 const VERSION: u32 = 1;
 
 /// How a run ended. Later versions may add fields, and never remove any.
@@ -90,10 +91,10 @@ impl RunResult {
         }
     }
 
-    /// The path of the file.
+    /// The file.
     #[must_use]
-    pub fn file(folder: &JobFolder) -> PathBuf {
-        folder.path().join(FILE_NAME)
+    pub fn file(folder: &JobFolder) -> Beneath {
+        folder.dir().join(FILE_NAME)
     }
 
     /// Reads it.
@@ -101,7 +102,7 @@ impl RunResult {
     /// # Errors
     /// When there is none, or it cannot be parsed.
     pub fn read(folder: &JobFolder) -> std::io::Result<RunResult> {
-        Ok(serde_json::from_slice(&std::fs::read(RunResult::file(folder))?)?)
+        Ok(serde_json::from_slice(&RunResult::file(folder).content(MAX_BYTES)?)?)
     }
 }
 

@@ -135,7 +135,7 @@ impl Beneath {
     /// As [`Beneath::root`]; `InvalidInput` if the path has no file name.
     pub fn at(path: &Path) -> io::Result<Beneath> {
         let name = path.file_name().ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "no file name"))?;
-        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or_else(|| Path::new("."));
         let root = Beneath::root(parent, Owners::Any)?;
         let full = if parent == Path::new(".") { PathBuf::from(name) } else { path.to_owned() };
         Ok(Beneath { inside: name.into(), full, ..root })
@@ -213,7 +213,7 @@ impl Beneath {
     fn step_by_step(&self, inside: &Path, flags: OFlag, mode: Mode) -> nix::Result<OwnedFd> {
         let step = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
         let mut at = self.root.fd.try_clone().map_err(|_| Errno::EMFILE)?;
-        let name = inside.file_name().unwrap_or(OsStr::new("."));
+        let name = inside.file_name().unwrap_or_else(|| OsStr::new("."));
         for part in inside.parent().into_iter().flat_map(Path::components) {
             at = openat(&at, part.as_os_str(), step, Mode::empty())?;
         }

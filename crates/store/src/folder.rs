@@ -70,7 +70,7 @@ impl JobFolder {
     /// The store that it is in.
     #[must_use]
     pub fn store(&self) -> &Path {
-        self.path().parent().unwrap_or(self.path())
+        self.path().parent().unwrap_or_else(|| self.path())
     }
 
     /// A name for the job's resources outside the store: the job's name for people, and a hash of the folder's path,

@@ -46,7 +46,7 @@ fn the_result_tells_how_a_run_ended() {
     let mut run = start(&lab, "sleep", "");
     let image = run.snapshot(&lab);
     run.crash(&lab);
-    assert!(!RunResult::file(&lab.job()).exists(), "it is not over");
+    assert!(!RunResult::file(&lab.job()).is_there(), "it is not over");
     let last = lab.published().unwrap().last_end.unwrap();
     assert_eq!((last.signal, &last.cause), (Some(9), &Cause::Signal { signal: 9 }));
     lab.kill_9(run);
@@ -66,7 +66,7 @@ fn the_result_tells_how_a_run_ended() {
     let command = lab.python_command("watch_job.py", &["leave", lab.path().to_str().unwrap(), "2"]);
     let mut run = lab.run_with(&["run", "--fresh", "--name", "j", "--"], command);
     crate::kinds::count_on(&lab, &mut run, 3);
-    assert!(!RunResult::file(&lab.job()).exists());
+    assert!(!RunResult::file(&lab.job()).is_there());
     go_wrong(&lab);
     run.ends_with(2);
     let failed = self::result(&lab);

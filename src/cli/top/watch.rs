@@ -172,7 +172,7 @@ impl Followed {
             ShownState::Unreadable
         });
         if self.disk.is_none_or(|(looked, _)| looked.elapsed() > DISK) {
-            self.disk = Some((Instant::now(), report::allocated(self.folder.path())));
+            self.disk = Some((Instant::now(), report::allocated(self.folder.dir())));
         }
         let history = &self.history;
         let times = Times::new(history.sums(live.as_ref().map(|_| now)));

@@ -1,14 +1,16 @@
 //! What a machine remembers of its group between two supervisors.
 
-use std::path::{Path, PathBuf};
-
 use serde::{Deserialize, Serialize};
 
 use crate::group::Membership;
 use crate::supervisor::Setup;
 use rekindle_group::{Epoch, Incarnation, Machine, Rewound};
+use rekindle_os::beneath::Beneath;
 use rekindle_os::{durable, process};
 use rekindle_store::JobFolder;
+
+/// Maximum size of the file. Ours have less than a kilobyte.
+const MAX_BYTES: u64 = 1 << 20;
 
 /// What this machine remembers of the group: `group.json` in the job's folder.
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -30,13 +32,13 @@ pub(super) struct Memory {
 }
 
 impl Memory {
-    pub(super) fn file(folder: &JobFolder) -> PathBuf {
-        folder.path().join("group.json")
+    pub(super) fn file(folder: &JobFolder) -> Beneath {
+        folder.dir().join("group.json")
     }
 
     /// Without the file, no epoch has run here.
-    pub(super) fn read(path: &Path) -> std::io::Result<Memory> {
-        match std::fs::read(path) {
+    pub(super) fn read(file: &Beneath) -> std::io::Result<Memory> {
+        match file.content(MAX_BYTES) {
             Ok(bytes) => Ok(serde_json::from_slice(&bytes)?),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Memory::default()),
             Err(error) => Err(error),
@@ -51,8 +53,8 @@ impl Memory {
         boot.and(self.membership).map(Incarnation)
     }
 
-    fn write(&self, path: &Path) -> std::io::Result<()> {
-        durable::replace_file(path, &serde_json::to_vec(self)?, 0o600)
+    fn write(&self, file: &Beneath) -> std::io::Result<()> {
+        durable::replace_file(file, &serde_json::to_vec(self)?, 0o600)
     }
 }
 
