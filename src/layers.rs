@@ -32,11 +32,12 @@ const BASE: [&str; 10] =
     ["chain", "ended", "micros", "moved", "notice", "percentage", "units", "xid", "cause", "interval"];
 
 /// The modules for Linux.
-const OS: [&str; 34] = [
+const OS: [&str; 35] = [
     "affinity",
     "blocks",
     "beneath",
     "regular",
+    "shielded",
     "xattr",
     "clock",
     "detach",

@@ -28,6 +28,7 @@ pub mod process;
 pub mod ptrace;
 pub mod regular;
 pub mod rights;
+pub mod shielded;
 pub mod sock_diag;
 pub mod sparse;
 pub mod spawn;
