@@ -15,7 +15,7 @@ mod start_signal;
 mod turn;
 
 pub use board::Board;
-pub use coordinator::{Coordinator, OwnEtcd};
+pub use coordinator::{AddressFile, Coordinator, OwnEtcd};
 pub(crate) use coordinator::{NoFirst, NoOwnAddress, own_address, wait_for_address};
 pub(crate) use keys::{PREFIX, of_member, prefix};
 pub use layout::{Layout, Underlay};

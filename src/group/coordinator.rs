@@ -5,6 +5,7 @@
 //! takes the place with the same store, continues with the same data. With another store its etcd is a new one: the
 //! members tell it which parts of group images they have, and so it learns what the old one knew.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
@@ -13,6 +14,8 @@ use std::time::{Duration, Instant};
 
 use rekindle_etcd::{Client, Error, Handout, Local, LocalOptions, Options};
 use rekindle_group::Plan;
+use rekindle_os::beneath::Beneath;
+use rekindle_os::durable::Place;
 use rekindle_store::JobName;
 
 use super::keys::{self, Mirror};
@@ -32,7 +35,40 @@ pub enum Coordinator {
     /// The etcd of this supervisor, and how long to wait for it.
     Own(Options, Duration),
     /// The etcd of rank 0, whose address and keys are in this file, and how long to wait for it.
-    File(PathBuf, Duration),
+    File(AddressFile, Duration),
+}
+
+/// The file in which rank 0 writes the address of its etcd.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum AddressFile {
+    /// In the store that all share.
+    InStore(Beneath),
+    /// Where the configuration says.
+    Given(PathBuf),
+}
+
+impl Place for AddressFile {
+    fn place(&self) -> io::Result<Cow<'_, Beneath>> {
+        match self {
+            AddressFile::InStore(place) => place.place(),
+            AddressFile::Given(path) => path.place(),
+        }
+    }
+}
+
+impl AsRef<Path> for AddressFile {
+    fn as_ref(&self) -> &Path {
+        match self {
+            AddressFile::InStore(place) => place.path(),
+            AddressFile::Given(path) => path,
+        }
+    }
+}
+
+impl AddressFile {
+    fn display(&self) -> std::path::Display<'_> {
+        self.as_ref().display()
+    }
 }
 
 impl Coordinator {
@@ -79,7 +115,7 @@ impl Coordinator {
     }
 }
 
-fn read(path: &Path) -> Result<Handout, Error> {
+fn read(path: &AddressFile) -> Result<Handout, Error> {
     Handout::read(path)?.ok_or_else(|| Error::Unreachable {
         tried: format!("there is no file {} with its address", path.display()),
         help: "Start rank 0. If it runs, its store is not the one of this machine: name a file that all machines see, \
@@ -96,7 +132,7 @@ pub(crate) struct NoFirst(Error);
 ///
 /// # Errors
 /// If there is no file after the time limit, or it cannot be used.
-pub(crate) fn wait_for_address(path: &Path, limit: Duration) -> anyhow::Result<Vec<String>> {
+pub(crate) fn wait_for_address(path: &AddressFile, limit: Duration) -> anyhow::Result<Vec<String>> {
     let (end, mut is_said) = (Instant::now() + limit, false);
     loop {
         match read(path) {
@@ -116,7 +152,7 @@ pub(crate) fn wait_for_address(path: &Path, limit: Duration) -> anyhow::Result<V
 /// The etcd of this supervisor. It ends when this is dropped, and with this process.
 pub struct OwnEtcd {
     local: Local,
-    file: PathBuf,
+    file: AddressFile,
 }
 
 impl fmt::Debug for OwnEtcd {
@@ -130,7 +166,7 @@ impl OwnEtcd {
     ///
     /// # Errors
     /// If it is not installed, does not start, or the file cannot be written.
-    pub(crate) fn start(folder: PathBuf, file: PathBuf, address: IpAddr) -> Result<OwnEtcd, Error> {
+    pub(crate) fn start(folder: Beneath, file: AddressFile, address: IpAddr) -> Result<OwnEtcd, Error> {
         let options = LocalOptions {
             program: ETCD.into(),
             folder,
@@ -173,7 +209,7 @@ impl OwnEtcd {
             }
             std::thread::sleep(LOOK);
         }
-        if let Err(error) = std::fs::remove_file(&self.file) {
+        if let Err(error) = self.file.place().and_then(|file| file.remove_file()) {
             tracing::debug!("cannot remove {}: {error}", self.file.display());
         }
     }
@@ -221,7 +257,7 @@ mod tests {
     #[test]
     fn an_address_that_is_not_there_says_what_to_do() {
         let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("coordinator.json");
+        let file = AddressFile::Given(folder.path().join("coordinator.json"));
         let error = wait_for_address(&file, Duration::ZERO).unwrap_err().to_string();
         for part in ["rank 0", "coordinator.json", "local:FILE"] {
             assert!(error.contains(part), "{error}");
@@ -248,7 +284,7 @@ mod tests {
         let file = folder.path().join("coordinator.json");
         std::fs::write(&file, "{}").unwrap();
         std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o666)).unwrap();
-        let error = wait_for_address(&file, Duration::from_secs(60)).unwrap_err().to_string();
+        let error = wait_for_address(&AddressFile::Given(file), Duration::from_secs(60)).unwrap_err().to_string();
         assert!(error.contains("mode 666"), "{error}");
     }
 }

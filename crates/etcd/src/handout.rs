@@ -11,7 +11,7 @@ use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose,
 };
-use rekindle_os::durable::{open_for_reading, write_file};
+use rekindle_os::durable::{Place, write_file};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -98,25 +98,29 @@ impl Handout {
     ///
     /// # Errors
     /// If the file cannot be written.
-    pub fn write(&self, path: &Path) -> Result<()> {
+    pub fn write(&self, file: &(impl Place + AsRef<Path> + ?Sized)) -> Result<()> {
         let written =
-            serde_json::to_vec(self).map_err(std::io::Error::other).and_then(|text| write_file(path, &text, 0o600));
-        written.map_err(|error| Error::Local(format!("cannot write the address of etcd, {}: {error}", path.display())))
+            serde_json::to_vec(self).map_err(std::io::Error::other).and_then(|text| write_file(file, &text, 0o600));
+        let shown = file.as_ref().display();
+        written.map_err(|error| Error::Local(format!("cannot write the address of etcd, {shown}: {error}")))
     }
 
     /// Reads it; `None` if there is none (yet).
     ///
     /// # Errors
     /// If the file cannot be read, has another format, or may have been written by another user.
-    pub fn read(path: &Path) -> Result<Option<Handout>> {
-        let failed = |why: String| Error::Local(format!("cannot use the address of etcd, {}: {why}", path.display()));
-        let file = match open_for_reading(path) {
+    pub fn read(file: &(impl Place + AsRef<Path> + ?Sized)) -> Result<Option<Handout>> {
+        let shown = file.as_ref().display();
+        let failed = |why: String| Error::Local(format!("cannot use the address of etcd, {shown}: {why}"));
+        let opened = file.place().and_then(|place| {
+            let parent = place.parent().ok_or(std::io::ErrorKind::InvalidInput)?.metadata()?;
+            Ok((place.read()?, parent))
+        });
+        let (file, folder) = match opened {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            file => file.map_err(|error| failed(error.to_string()))?,
+            opened => opened.map_err(|error| failed(error.to_string()))?,
         };
         let metadata = file.metadata().map_err(|error| failed(error.to_string()))?;
-        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or_else(|| Path::new("."));
-        let folder = parent.metadata().map_err(|error| failed(error.to_string()))?;
         // Over NFS, root may appear as another user: then the store belongs to that user too.
         let ours = [euid(), 0, folder.uid()];
         if !ours.contains(&metadata.uid()) {

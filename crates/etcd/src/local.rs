@@ -10,17 +10,18 @@
 //!
 //! If etcd ends, it is started again with its data, which it syncs before each answer. It dies with the supervisor.
 
-use std::fs::{self, DirBuilder, OpenOptions};
-use std::io::Write;
+use std::fs;
+use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener};
-use std::os::fd::OwnedFd;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use rekindle_os::beneath::Beneath;
 use rekindle_os::durable::write_file;
+use rekindle_os::shielded::shielded;
 use rekindle_os::spawn::{Child, Open, Spawn};
 use serde::{Deserialize, Serialize};
 
@@ -40,16 +41,22 @@ const END: Duration = Duration::from_secs(3);
 /// The size limit of its data. The documents of a group are some kilobytes, and old ones are removed.
 const QUOTA: u64 = 256 << 20;
 
+/// How much of its log is read for the reason of its end.
+const MAX_LOG: u64 = 16 << 20;
+
+/// Maximum size of the file with the keys: ours have some kilobytes.
+const MAX_KEYS: u64 = 1 << 20;
+
 /// Old revisions are removed after this time. A client that was away for longer gets the whole state.
 const HISTORY: &str = "10m";
 
 /// What a local etcd needs.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct LocalOptions {
     /// The program. A name without "/" is searched in PATH.
     pub program: PathBuf,
-    /// The folder for its data and keys, on a local disk. It is created if it does not exist.
-    pub folder: PathBuf,
+    /// The folder for its data and keys, on a local disk. It is created if it does not exist. etcd follows no link in it.
+    pub folder: Beneath,
     /// Where it listens. Port 0: any free port.
     pub listen: SocketAddr,
     /// The name or address at which the others reach it.
@@ -79,7 +86,9 @@ pub struct Local {
 #[derive(Debug)]
 struct Keeper {
     program: PathBuf,
-    folder: PathBuf,
+    folder: Beneath,
+    /// The same folder as etcd sees it.
+    inside: OwnedFd,
     args: Vec<String>,
     state: Mutex<State>,
     over: Condvar,
@@ -105,11 +114,9 @@ impl Local {
             Error::Local(format!("cannot {what} for the local etcd, {}: {error}", folder.display()))
         };
         let program = find(&options.program)?;
-        let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
-        made.map_err(|error| failed("make the folder", error))?;
-        // The folder may be older, and open to other users.
-        let closed = fs::set_permissions(folder, fs::Permissions::from_mode(0o700));
-        closed.map_err(|error| failed("close the folder", error))?;
+        // The folder may be older, and open to other users: its mode is changed then.
+        folder.make_dir_unless_there(0o700).map_err(|error| failed("make the folder", error))?;
+        let inside = inside(folder).map_err(|error| failed("open the folder", error))?;
         let kept = keys(options).map_err(|error| match error {
             Keys::Ours(error) => error,
             Keys::File(error) => failed("write the keys", error),
@@ -117,6 +124,7 @@ impl Local {
         let keeper = Arc::new(Keeper {
             program,
             folder: folder.clone(),
+            inside,
             args: args(options.listen.ip(), &kept),
             state: Mutex::default(),
             over: Condvar::new(),
@@ -192,7 +200,7 @@ impl Keeper {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn log(&self) -> PathBuf {
+    fn log(&self) -> Beneath {
         self.folder.join("etcd.log")
     }
 
@@ -202,12 +210,16 @@ impl Keeper {
             Error::Local(format!("cannot start the local etcd, {}: {error}", self.program.display()))
         };
         // Each start has its own log, or the log would grow for ever.
-        let log = OpenOptions::new().create(true).write(true).truncate(true).mode(0o600).open(self.log());
+        let log = match self.log().remove_file() {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
+            _ => self.log().create_new(0o600),
+        };
         let log: OwnedFd = log.map_err(|error| failed(&error))?.into();
         let copy = log.try_clone().map_err(|error| failed(&error))?;
         let spawn = Spawn::new(&self.program, &self.args).and_then(|spawn| {
             // etcd also reads settings from ETCD_... variables. A session of its own: Ctrl-C is for the supervisor.
-            let spawn = spawn.environment::<&str, &str>([])?.directory(&self.folder)?.session().no_new_privileges();
+            let spawn =
+                spawn.environment::<&str, &str>([])?.directory(&own(&self.inside))?.session().no_new_privileges();
             let null = Open { fd: 0, path: c"/dev/null".into(), flags: libc::O_RDONLY };
             Ok(spawn.open(null).fd(copy, 1).fd(log, 2).umask(0o077).dies_with_us())
         });
@@ -290,7 +302,7 @@ enum Keys {
 /// The earlier keys if they are for this address, else new ones.
 fn keys(options: &LocalOptions) -> std::result::Result<Kept, Keys> {
     let path = options.folder.join("keys.json");
-    let kept = fs::read(&path).ok().and_then(|text| serde_json::from_slice::<Kept>(&text).ok());
+    let kept = path.content(MAX_KEYS).ok().and_then(|text| serde_json::from_slice::<Kept>(&text).ok());
     let fits = |kept: &Kept| {
         let port = options.listen.port();
         kept.host == options.host && (port == 0 && free(options.listen.ip(), kept.port).is_ok() || port == kept.port)
@@ -315,11 +327,25 @@ fn keys(options: &LocalOptions) -> std::result::Result<Kept, Keys> {
         [("ca.crt", kept.handout.ca()), ("server.crt", &kept.server.certificate), ("server.key", &kept.server.key)];
     for (name, text) in files {
         let path = options.folder.join(name);
-        let _ = fs::remove_file(&path);
-        let file = OpenOptions::new().create_new(true).write(true).mode(0o600).open(path);
-        file.and_then(|mut file| file.write_all(text.as_bytes())).map_err(Keys::File)?;
+        let _ = path.remove_file();
+        path.create_new(0o600).and_then(|mut file| file.write_all(text.as_bytes())).map_err(Keys::File)?;
     }
     Ok(kept)
+}
+
+/// The folder as etcd gets it: others may change what is in it (it is in the job's store), and etcd opens its files by
+/// name. Before Linux 5.12, or without the right to make mounts, it gets the folder itself.
+fn inside(folder: &Beneath) -> std::io::Result<OwnedFd> {
+    let folder = folder.folder()?;
+    match shielded(&folder) {
+        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EPERM | libc::EINVAL)) => Ok(folder),
+        mount => mount,
+    }
+}
+
+/// The path of a descriptor of ours, in this process and a child before it executes a program.
+fn own(fd: &OwnedFd) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", fd.as_raw_fd()))
 }
 
 /// A free port: this one, or any if it is 0.
@@ -375,8 +401,10 @@ fn find(program: &Path) -> Result<PathBuf> {
 }
 
 /// The reason in the last lines of its log.
-fn said(log: &Path) -> String {
-    let text = fs::read(log).unwrap_or_default();
+fn said(log: &Beneath) -> String {
+    let mut text = Vec::new();
+    // Each start has its own log, which is short; its end would not be read otherwise.
+    let _ = log.read().and_then(|log| log.take(MAX_LOG).read_to_end(&mut text));
     let text = String::from_utf8_lossy(&text);
     let parsed = |line: &str| {
         let line: serde_json::Value = serde_json::from_str(line).ok()?;

@@ -1,12 +1,13 @@
 //! What a member of a group needs: its rank, the coordinator, its address, and the settings of the protocol.
 
 use std::net::{IpAddr, ToSocketAddrs, UdpSocket};
-use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::cli::Misuse;
 use crate::config::{self, Config, Group, GroupNetwork, Interval, SizeLimit};
-use crate::group::{Coordinator, Identity, Layout, Node, OwnEtcd, Underlay, own_address, wait_for_address};
+use crate::group::{
+    AddressFile, Coordinator, Identity, Layout, Node, OwnEtcd, Underlay, own_address, wait_for_address,
+};
 use crate::policy;
 use crate::scheduler::Scheduler;
 use crate::supervisor::GroupMember;
@@ -101,9 +102,10 @@ impl Place {
     }
 
     /// The file with the address of the etcd of rank 0: in its folder, in the store that all share.
-    fn address_file(&self, folder: &JobFolder) -> anyhow::Result<PathBuf> {
+    fn address_file(&self, folder: &JobFolder) -> anyhow::Result<AddressFile> {
         let of_first = Place { name: self.name.clone(), rank: Rank(0) }.job()?;
-        Ok(folder.store().join(of_first.as_str()).join("coordinator.json"))
+        let of_first = folder.dir().with_file_name(of_first.as_str());
+        Ok(AddressFile::InStore(of_first.join("coordinator.json")))
     }
 
     /// Starts the group's etcd if this is rank 0, else waits for its address.
@@ -111,7 +113,7 @@ impl Place {
         &self,
         of: &Group,
         folder: &JobFolder,
-        file: PathBuf,
+        file: AddressFile,
     ) -> anyhow::Result<(Coordinator, IpAddr, Option<OwnEtcd>)> {
         if self.rank != Rank(0) {
             let endpoints = wait_for_address(&file, of.wait)?;
@@ -119,7 +121,7 @@ impl Place {
             return Ok((Coordinator::File(file, of.wait), address, None));
         }
         let address = of.address.map_or_else(own_address, Ok)?;
-        let own = OwnEtcd::start(folder.path().join("etcd"), file, address)?;
+        let own = OwnEtcd::start(folder.dir().join("etcd"), file, address)?;
         Ok((Coordinator::Own(own.options(), of.wait), address, Some(own)))
     }
 
@@ -139,7 +141,8 @@ impl Place {
                 (Coordinator::Given(of.etcd(members)), address, None)
             }
             config::Coordinator::Local(file) => {
-                let file = file.clone().map_or_else(|| self.address_file(folder), Ok)?;
+                let file =
+                    file.clone().map_or_else(|| self.address_file(folder), |file| Ok(AddressFile::Given(file)))?;
                 self.local(of, folder, file)?
             }
         };

@@ -14,6 +14,7 @@ use rekindle_group::{
     self as group, Action, Answer, Ask, End, Ending, Epoch, Event, Goal, Incarnation, Limits, Local as Happened,
     Machine, Number, Order, Part, Progress, Rank, Replicated, Restart, StartFrom, Stored, Write,
 };
+use rekindle_os::beneath::{Beneath, Owners};
 use rekindle_os::clock::since_boot;
 use rekindle_testing::needs;
 
@@ -219,7 +220,7 @@ fn live(
 fn local(folder: &Path) -> (Local, Options) {
     let local = Local::start(&LocalOptions {
         program: "etcd".into(),
-        folder: folder.join("etcd"),
+        folder: Beneath::root(folder, Owners::Ours).unwrap().join("etcd"),
         listen: (Ipv4Addr::LOCALHOST, 0).into(),
         host: "127.0.0.1".into(),
         start_timeout: LONG,

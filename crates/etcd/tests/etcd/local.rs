@@ -11,6 +11,7 @@ use std::time::Duration;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rekindle_etcd::{Client, Event, Handout, Local, LocalOptions, Options, check};
+use rekindle_os::beneath::{Beneath, Owners};
 
 use crate::support::{
     LONG, PREFIX, connected, create, etcd, eventually, folder, follow, names_certificates, next, next_after_start,
@@ -18,9 +19,10 @@ use crate::support::{
 };
 
 fn options(folder: &Path) -> LocalOptions {
+    fs::create_dir_all(folder).unwrap();
     LocalOptions {
         program: "etcd".into(),
-        folder: folder.join("etcd"),
+        folder: Beneath::root(folder, Owners::Ours).unwrap().join("etcd"),
         listen: "127.0.0.1:0".parse().unwrap(),
         host: "127.0.0.1".into(),
         start_timeout: LONG,
@@ -34,6 +36,35 @@ fn mode(path: &Path) -> u32 {
 fn runs(pid: i32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.contains("(etcd)") && !stat.contains(") Z ")
+}
+
+/// Its folder is in the job's store, which others may be able to write.
+#[test]
+fn it_follows_no_link_in_its_folder() {
+    if !etcd() || !rekindle_testing::root() {
+        return;
+    }
+    let folder = folder();
+    let (inside, outside) = (folder.path().join("etcd"), folder.path().join("outside"));
+    fs::create_dir(&outside).unwrap();
+    fs::write(folder.path().join("file"), "root's").unwrap();
+    for (name, target) in
+        [("data", &outside), ("etcd.log", &folder.path().join("file")), ("ca.crt", &outside.join("new"))]
+    {
+        let _ = fs::remove_dir_all(&inside);
+        fs::create_dir(&inside).unwrap();
+        std::os::unix::fs::symlink(target, inside.join(name)).unwrap();
+        let mut options = options(folder.path());
+        if name == "data" {
+            // It cannot work, and says so again and again.
+            options.start_timeout = std::time::Duration::from_secs(1);
+            Local::start(&options).unwrap_err();
+        } else {
+            Local::start(&options).unwrap();
+        }
+        assert_eq!(fs::read_dir(&outside).unwrap().count(), 0, "{name}");
+        assert_eq!(fs::read(folder.path().join("file")).unwrap(), b"root's", "{name}");
+    }
 }
 
 #[test]
@@ -184,7 +215,7 @@ fn a_local_etcd_that_cannot_start_says_why() {
     let used = TcpListener::bind("127.0.0.1:0").unwrap();
     let listen = used.local_addr().unwrap();
     says(&LocalOptions { listen, ..right.clone() }, &["address already in use"]);
-    says(&LocalOptions { folder: "/proc/etcd".into(), ..right.clone() }, &["/proc/etcd"]);
+    says(&LocalOptions { folder: Beneath::at(Path::new("/proc/etcd")).unwrap(), ..right.clone() }, &["/proc/etcd"]);
     drop(Local::start(&right).unwrap());
     let mut files = fs::read_dir(right.folder.join("data/member/wal")).unwrap().map(|entry| entry.unwrap().path());
     // Where it was killed because its end took too long, there is a file for the next one, too.
