@@ -454,6 +454,41 @@ fn a_job_of_a_user_runs() {
     assert_eq!(stores.permissions().mode() & 0o777, 0o700);
 }
 
+/// With rekindle itself, which starts the job again after the user has put a link in the place of its working directory.
+#[test]
+fn a_user_enters_no_folder_of_others_by_a_link() {
+    let Some(node) = Node::new() else { return };
+    let Some(criu) = rekindle_testing::criu() else { return };
+    let config = format!(
+        "version = 1\n[store]\nmin-free = \"1MiB\"\non-success = \"keep\"\n[criu]\npath = {criu:?}\n[control]\ndirectory = {:?}\n\
+         [snapshot]\nstaging = \"store\"\ninterval = \"off\"\n[restart]\nbackoff = \"0s\"\n",
+        node.path("control")
+    );
+    node.write("rekindle.toml", &config);
+    fs::remove_file(node.path("bin/rekindle")).unwrap();
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_rekindle"), node.path("bin/rekindle")).unwrap();
+    for folder in ["theirs/work", "home/inner"] {
+        fs::create_dir_all(node.path(folder)).unwrap();
+        node.allow(folder, 0o755);
+    }
+    node.write("home/inner/secret", "not for all");
+    node.allow("home", 0o700);
+    std::os::unix::fs::chown(node.path("home"), Some(1), None).unwrap();
+    for theirs in ["theirs", "theirs/work"] {
+        std::os::unix::fs::chown(node.path(theirs), Some(65534), None).unwrap();
+    }
+    let link = format!("ln -s {} ../work", node.path("home/inner").display());
+    let attack = format!("cat secret && exit 0; mv ../work ../moved; {link}; exit 9");
+    let mut sudo = Command::new(node.path("rekindle-slurm"));
+    sudo.env_clear().env("PATH", "/usr/bin:/bin").env("SUDO_USER", "nobody").env("SUDO_UID", USER);
+    sudo.env("SLURM_JOB_ID", "7").env("REKINDLE_RESTART_MAX_RESTARTS", "1").args(["sh", "-c", &attack]);
+    let done = sudo.current_dir(node.path("theirs/work")).output().unwrap();
+    let printed = fs::read_to_string(node.path("stores/nobody/slurm-7/log/stdout.log")).unwrap();
+    assert!(!printed.contains("not for all") && !done.status.success(), "{printed} {done:?}");
+    let said = String::from_utf8_lossy(&done.stderr);
+    assert!(said.contains("user nobody cannot enter the working directory"), "{said}");
+}
+
 #[test]
 fn the_epilog_frees_memory_and_never_drains_the_node() {
     let Some(node) = Node::new() else { return };

@@ -66,6 +66,13 @@ pub struct JobSpec {
     pub amx: Amx,
 }
 
+impl JobSpec {
+    /// The job's user, if it is not root.
+    fn user(&self) -> Option<&Identity> {
+        self.identity.as_ref().filter(|user| user.uid != 0)
+    }
+}
+
 /// The no-new-privileges flag of prctl(2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Privileges {
@@ -324,6 +331,20 @@ pub enum Error {
     /// The groups of this process are unknown.
     #[error("cannot start the job as another user")]
     User(#[source] io::Error),
+    /// The job's user may not enter its working directory.
+    #[error(
+        "user {user} cannot enter the working directory {}: {why}. Give that user the right to it and to the folders above \
+        it (chmod o+x), or set job.directory to another folder",
+        directory.display()
+    )]
+    Directory {
+        /// The job's user.
+        user: String,
+        /// The folder.
+        directory: PathBuf,
+        /// The kernel's answer.
+        why: io::Error,
+    },
     /// The reaper did not start.
     #[error("cannot start the job")]
     Spawn(#[from] spawn::Error),
@@ -369,7 +390,7 @@ pub fn start(world: &World, reaper: &Path, spec: &JobSpec, log: &output::Files) 
         .open(file(0, Path::new("/dev/null"), libc::O_RDONLY)?)
         .open(file(1, &log.stdout, append)?)
         .open(file(2, &log.stderr, append)?);
-    if let Some(user) = &spec.identity {
+    if let Some(user) = spec.user() {
         spawn = spawn.directory_of(user.uid, user.gid, &user.groups).map_err(Error::User)?;
     }
     if let Some(mask) = spec.umask {
@@ -378,7 +399,12 @@ pub fn start(world: &World, reaper: &Path, spec: &JobSpec, log: &output::Files) 
     for (resource, value) in &spec.limits {
         spawn = spawn.limit(*resource, libc::rlimit { rlim_cur: *value, rlim_max: *value });
     }
-    Ok(spawn.start()?)
+    spawn.start().map_err(|error| match (error, spec.user()) {
+        (spawn::Error::Child { step: spawn::DIRECTORY, source, .. }, Some(user)) => {
+            Error::Directory { user: user.name.clone(), directory: spec.directory.clone(), why: source }
+        }
+        (error, _) => error.into(),
+    })
 }
 
 #[cfg(test)]

@@ -7,6 +7,8 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
+use nix::errno::Errno;
+use nix::fcntl::{AT_FDCWD, OFlag, OpenHow, ResolveFlag, openat2};
 use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::stat::{FileStat, fstat};
 use nix::unistd::{User, getgrouplist, setfsgid, setfsuid};
@@ -180,20 +182,41 @@ impl FileUser {
 
     /// Changes to the folder with the rights of the user, and takes our own again.
     pub(super) fn chdir(&self, directory: &std::ffi::CStr) -> io::Result<()> {
+        let ours = capabilities(None)?;
         set_thread_groups(&self.groups)?;
-        setfsgid(self.gid.into());
-        setfsuid(self.uid.into());
-        let changed = nix::unistd::chdir(directory);
+        let changed = self.chdir_as_user(directory);
+        // First: the others need them.
+        set_capabilities(None, ours)?;
         setfsuid(nix::unistd::geteuid());
         setfsgid(nix::unistd::getegid());
         set_thread_groups(&self.ours)?;
-        Ok(changed?)
+        // A change of the file-system user id changes the effective ones (capabilities(7)).
+        set_capabilities(None, ours)?;
+        changed
+    }
+
+    fn chdir_as_user(&self, directory: &std::ffi::CStr) -> io::Result<()> {
+        become_file_user(self.uid, self.gid)?;
+        // A magic link could lead to what this process has from its parent (`/proc/self/cwd`).
+        let how = OpenHow::new()
+            .flags(OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC)
+            .resolve(ResolveFlag::RESOLVE_NO_MAGICLINKS);
+        match openat2(AT_FDCWD, directory, how) {
+            // Linux before 5.6 has no openat2(2), and some sandboxes do not allow it.
+            Err(Errno::ENOSYS | Errno::EPERM) => Ok(nix::unistd::chdir(directory)?),
+            found => Ok(nix::unistd::fchdir(found?)?),
+        }
     }
 }
 
 fn switch(uid: u32, gid: u32, groups: &[u32]) -> io::Result<()> {
     let groups: Vec<_> = groups.iter().map(|group| Gid::from_raw_unchecked(*group)).collect();
     set_thread_groups(&groups)?;
+    become_file_user(uid, gid)
+}
+
+/// Takes the file-system ids of the user, and gives up root's rights over files.
+fn become_file_user(uid: u32, gid: u32) -> io::Result<()> {
     // These two calls return the previous id and never an error: a second call shows whether the first took effect.
     let (gid, uid) = (nix::unistd::Gid::from_raw(gid), nix::unistd::Uid::from_raw(uid));
     setfsgid(gid);

@@ -22,6 +22,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError, mpsc};
 
+/// The step of [`Error::Child`] that enters the working directory.
+pub const DIRECTORY: &str = child::DIRECTORY;
+
 pub use handle::Child;
 use nix::sched::CloneFlags;
 use nix::sys::wait::{WaitPidFlag, WaitStatus};
@@ -76,7 +79,7 @@ struct Place {
     /// If the child gets a tunnel device that it may open: the mounts to leave out.
     own_tun: Option<Vec<CString>>,
     directory: Option<CString>,
-    /// Who may enter that folder if we may not.
+    /// Whose rights are used to enter that folder.
     visitor: Option<FileUser>,
 }
 
@@ -239,8 +242,9 @@ impl Spawn {
         Ok(self)
     }
 
-    /// Enters the working directory with the rights of this user where root may not: in a home on a file system that
-    /// gives root no rights (NFS with root_squash).
+    /// Enters the working directory with the rights of this user and no others. Users can put a link to a folder that is
+    /// closed to them in the place of one of theirs; and in a home on a file system that gives root no rights (NFS with
+    /// `root_squash`), only the user finds it.
     ///
     /// # Errors
     /// When our groups cannot be read.

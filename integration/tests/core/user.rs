@@ -97,6 +97,58 @@ fn standard_input_gives_a_user_no_file_of_root() {
     assert!(said.contains(&why), "{said}");
 }
 
+/// The user can put a link in the place of the working directory before the job starts from the beginning again.
+#[test]
+fn a_start_enters_no_folder_that_the_user_may_not() {
+    let Some(lab) = Lab::new() else { return };
+    let (theirs, closed) = (lab.file("theirs"), lab.file("closed"));
+    for folder in [theirs.join("work"), closed.join("inner")] {
+        fs::create_dir_all(&folder).unwrap();
+        fs::set_permissions(&folder, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    let secret = closed.join("inner/secret");
+    fs::write(&secret, "not for all").unwrap();
+    fs::set_permissions(&secret, fs::Permissions::from_mode(0o644)).unwrap();
+    fs::set_permissions(&closed, fs::Permissions::from_mode(0o700)).unwrap();
+    let user = |name| nix::unistd::User::from_name(name).unwrap().unwrap();
+    nix::unistd::chown(&closed, Some(user("daemon").uid), None).unwrap();
+    for path in [&theirs, &theirs.join("work")] {
+        nix::unistd::chown(path, Some(user("nobody").uid), None).unwrap();
+    }
+    let lab = lab.set("job.user", "\"nobody\"").set_file("job.directory", "theirs/work");
+    let lab = lab.set("restart.max-restarts", "1").set("restart.backoff", "\"0s\"");
+    let link = format!("ln -s {} ../work", closed.join("inner").display());
+    let attack = format!("cat secret && exit 0; mv ../work ../moved; {link}; exit 9");
+    let (out, said) = lab.run(["sh", "-c", &attack]).ends_with(69);
+    assert!(!out.contains("not for all"), "{out}");
+    let why = format!("user nobody cannot enter the working directory {}", theirs.join("work").display());
+    assert!(said.contains(&why) && said.contains("chmod"), "{said}");
+    lab.assert_all_gone();
+}
+
+/// Whatever root can do: the job is its user's from the beginning.
+#[test]
+fn a_working_directory_that_the_user_may_not_enter_is_refused() {
+    let Some(lab) = Lab::new() else { return };
+    let closed = lab.file("closed");
+    fs::create_dir_all(closed.join("inner")).unwrap();
+    fs::set_permissions(closed.join("inner"), fs::Permissions::from_mode(0o755)).unwrap();
+    fs::set_permissions(&closed, fs::Permissions::from_mode(0o700)).unwrap();
+    let lab = lab.set("job.user", "\"nobody\"").set_file("job.directory", "closed/inner");
+    let (_, said) = lab.run(["true"]).ends_with(2);
+    let inner = closed.join("inner");
+    let why = format!("user nobody cannot enter the working directory {}: Permission denied", inner.display());
+    assert!(said.contains(&why) && said.contains("chmod") && said.contains("job.directory"), "{said}");
+    // So is the folder of the shell that root calls rekindle from.
+    let lab = lab.without("job.directory");
+    assert!(lab.rekindle(&["config", "check"]).status.success());
+    let config = lab.file("rekindle.toml");
+    let args = ["--config", config.to_str().unwrap(), "run", "--name", "j", "--", "true"];
+    let done = lab.command(args).current_dir(&inner).output().unwrap();
+    let said = String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.code() == Some(2) && said.contains(&why), "{said}");
+}
+
 /// The capabilities in the manifest for Kubernetes.
 fn rights_of_the_template() -> Vec<String> {
     let manifest = fs::read_to_string("examples/deploy/kubernetes/job.yaml").unwrap();

@@ -10,8 +10,9 @@ use super::turn::Report;
 use crate::cli::{Misuse, environment, named_criu, start_log};
 use crate::config::{Config, Job, Limit, Stdin, UplinkMode};
 use rekindle_criu::Criu;
+use rekindle_engine::launch::identity::Identity;
 use rekindle_engine::launch::{self, Amx, IoUring, JobSpec, Privileges, identity, uplink};
-use rekindle_os::identity::with_file_rights_of;
+use rekindle_os::identity::with_file_rights;
 use rekindle_os::inherited;
 use rekindle_os::regular::{self, Links};
 use rekindle_store::persist::Packing;
@@ -58,10 +59,7 @@ impl Prepared {
             || Err(Misuse("there is no command to run".into()).into()),
             |name| {
                 let find = || launch::find_program(name, &directory, path);
-                // The user's rights decide what is executed. What the user cannot execute is found with our own, for
-                // the message.
-                let theirs = config.job.user.as_deref().and_then(|user| with_file_rights_of(user, find).ok()?.ok());
-                Ok::<_, anyhow::Error>(theirs.map_or_else(find, Ok)?)
+                Ok::<_, anyhow::Error>(look(user.as_ref(), || Ok(find()))??)
             },
         )?;
         if !nix::unistd::geteuid().is_root() {
@@ -78,7 +76,7 @@ impl Prepared {
             program,
             directory,
             environment,
-            stdin: standard_input(&config.job.stdin, config.job.user.as_deref())?,
+            stdin: standard_input(&config.job.stdin, user.as_ref())?,
             identity: user,
             umask: Some(config.job.umask.map_or(umask, |mask| mask.bits())),
             limits: config.job.limits.iter().map(|(name, limit)| resource(name, limit)).collect::<Result<_, _>>()?,
@@ -127,19 +125,19 @@ impl Prepared {
     }
 }
 
-/// Looks at something as root, and as the job's user where root may not: root has no rights in a home on a file system
-/// with root_squash.
-fn look<T: Send>(user: Option<&str>, at: impl Fn() -> io::Result<T> + Sync) -> io::Result<T> {
-    match (at(), user) {
-        (Err(refused), Some(user)) if refused.kind() == io::ErrorKind::PermissionDenied => {
-            with_file_rights_of(user, &at).unwrap_or(Err(refused))
-        }
-        (seen, _) => seen,
+/// Looks at something with the rights of the job's user: links of the user do not lead further than the user gets, and
+/// root has no rights in a home on a file system with `root_squash`.
+fn look<T: Send>(user: Option<&Identity>, at: impl Fn() -> io::Result<T> + Sync) -> io::Result<T> {
+    match user.and_then(Identity::file_rights) {
+        // Who is not root cannot take them, and is refused later.
+        Some(user) if nix::unistd::geteuid().is_root() => with_file_rights(user.uid, user.gid, user.groups, &at)?,
+        _ => at(),
     }
 }
 
 pub(super) fn working_directory(job: &Job) -> anyhow::Result<PathBuf> {
-    match job.directory.as_deref() {
+    let user = job.user.as_deref().map(identity::lookup).transpose()?;
+    let directory = match job.directory.as_deref() {
         Some(directory) => {
             let refused = |e: &dyn std::fmt::Display| Misuse(format!("job.directory = {directory:?}: {e}"));
             let path = || match std::fs::metadata(directory)?.is_dir() {
@@ -150,18 +148,29 @@ pub(super) fn working_directory(job: &Job) -> anyhow::Result<PathBuf> {
                 true => Ok(Some(directory.to_path_buf())),
                 false => Ok(None),
             };
-            let found = look(job.user.as_deref(), path).map_err(|e| refused(&e))?;
-            Ok(found.ok_or_else(|| refused(&"not a folder"))?)
+            match look(user.as_ref(), path) {
+                // Which folder on the way is closed does not matter: the message says it.
+                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => directory.to_path_buf(),
+                found => found.map_err(|e| refused(&e))?.ok_or_else(|| refused(&"not a folder"))?,
+            }
         }
         None => std::env::current_dir().map_err(|e| {
             Misuse(format!("cannot find the working directory: {e}. Change to an existing one, or set job.directory"))
-                .into()
-        }),
+        })?,
+    };
+    if let Some(user) = user {
+        // Looking for something in it takes the right to enter it.
+        let enters = look(Some(&user), || regular::find(&directory.join("."), Links::Follow).map(drop));
+        enters.map_err(|why| {
+            let user = user.name;
+            Misuse(launch::Error::Directory { user, directory: directory.clone(), why }.to_string())
+        })?;
     }
+    Ok(directory)
 }
 
 /// The file for the job's standard input, which its user must be able to read. A terminal or a pipe cannot be restored.
-fn standard_input(wanted: &Stdin, user: Option<&str>) -> anyhow::Result<PathBuf> {
+fn standard_input(wanted: &Stdin, user: Option<&Identity>) -> anyhow::Result<PathBuf> {
     let (path, named) = match wanted {
         Stdin::Null => return Ok("/dev/null".into()),
         Stdin::File(path) => (path.clone(), format!("job.stdin = {path:?}")),
@@ -183,8 +192,8 @@ fn standard_input(wanted: &Stdin, user: Option<&str>) -> anyhow::Result<PathBuf>
     if !metadata.is_file() {
         return Err(Misuse(format!("{named}: not a regular file, so it cannot be restored{advice}")).into());
     }
-    if let Some(user) = user {
-        with_file_rights_of(user, || regular::find(&path, Links::Follow)?.read())?
+    if user.is_some() {
+        look(user, || regular::find(&path, Links::Follow)?.read())
             .map_err(|e| Misuse(format!("{named}: the job's user must be able to read it: {e}")))?;
     }
     Ok(path)

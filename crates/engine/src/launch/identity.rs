@@ -21,9 +21,9 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// The rights over files that CRIU gets; `None` if the job is root, as CRIU is.
+    /// The rights over files, which CRIU gets too; `None` if the job is root.
     #[must_use]
-    pub(crate) fn file_rights(&self) -> Option<FileRights<'_>> {
+    pub fn file_rights(&self) -> Option<FileRights<'_>> {
         (self.uid != 0).then_some(FileRights { uid: self.uid, gid: self.gid, groups: &self.groups })
     }
 }

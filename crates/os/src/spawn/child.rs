@@ -21,11 +21,14 @@ use rustix::thread::{Timespec, nanosleep};
 use super::{Open, Spawn, World};
 use crate::identity::{become_user, leave_keyring};
 
+/// The step of the working directory.
+pub(super) const DIRECTORY: &str = "changing to the working directory";
+
 /// The steps of the child, by the number it reports when one fails.
 const STEPS: [&str; 13] = [
     "entering the namespaces",
     "starting a session",
-    "changing to the working directory",
+    DIRECTORY,
     "opening standard input or output",
     "placing a descriptor",
     "setting a resource limit",
@@ -104,9 +107,9 @@ impl<'a> Plan<'a> {
             self.check(1, nix::unistd::setsid());
         }
         if let Some(directory) = &spawn.place.directory {
-            match (nix::unistd::chdir(directory.as_c_str()), &spawn.place.visitor) {
-                (Err(Errno::EACCES), Some(visitor)) => self.check(2, visitor.chdir(directory)),
-                (changed, _) => self.check(2, changed),
+            match &spawn.place.visitor {
+                Some(visitor) => self.check(2, visitor.chdir(directory)),
+                None => self.check(2, nix::unistd::chdir(directory.as_c_str())),
             }
         }
         let top = self.place_descriptors();

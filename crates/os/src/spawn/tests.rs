@@ -134,6 +134,63 @@ fn another_user_has_no_capabilities_whatever_the_securebits_are() {
     assert!(text.lines().count() == 4 && text.lines().all(|line| line.ends_with("\t0000000000000000")), "{text}");
 }
 
+/// A user could put a link in the place of the working directory, to a folder in the closed folder of somebody else.
+#[test]
+fn a_working_directory_is_entered_with_the_rights_of_its_user() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let mode = |path: &Path, bits| {
+        std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(bits)).unwrap();
+    };
+    let inner = dir.path().join("inner");
+    let link = dir.path().join("link");
+    std::fs::create_dir(&inner).unwrap();
+    std::os::unix::fs::symlink("inner", &link).unwrap();
+    mode(&inner, 0o755);
+    let begin = |directory: &Path| {
+        let spawn = Spawn::new(Path::new("/bin/true"), [""; 0]).unwrap().directory(directory).unwrap();
+        spawn.directory_of(65534, 65534, &[65534]).unwrap().start()
+    };
+    for (bits, enters) in [(0o755, true), (0o711, true), (0o700, false)] {
+        mode(dir.path(), bits);
+        for directory in [&inner, &link] {
+            match begin(directory) {
+                Ok(child) if enters => assert_eq!(child.wait().unwrap(), Ended::Exit(0)),
+                Err(error) if !enters => {
+                    let refused = io::ErrorKind::PermissionDenied;
+                    assert_eq!(step_of(error), ("changing to the working directory", refused));
+                }
+                other => panic!("{bits:o} {}: {other:?}", directory.display()),
+            }
+        }
+    }
+    // What this process has open is not a way, either.
+    mode(dir.path(), 0o700);
+    let open = std::fs::File::open(&inner).unwrap();
+    let magic = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&open));
+    assert_eq!(step_of(begin(Path::new(&magic)).unwrap_err()).0, "changing to the working directory");
+}
+
+/// It is not the user's because the working directory is.
+#[test]
+fn only_the_working_directory_is_found_with_other_rights() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let (read, write) = nix::unistd::pipe().unwrap();
+    let script = "grep -E '^(Uid|Gid|Groups|CapEff|CapPrm):' /proc/self/status";
+    let shell = || Spawn::new(Path::new("/bin/sh"), ["-c", script]).unwrap().directory(Path::new("/tmp")).unwrap();
+    let spawn = shell().directory_of(65534, 65534, &[65534, 7]).unwrap().fd(write, 1);
+    assert_eq!(spawn.start().unwrap().wait().unwrap(), Ended::Exit(0));
+    let mut text = String::new();
+    std::fs::File::from(read).read_to_string(&mut text).unwrap();
+    let ours = std::fs::read_to_string("/proc/thread-self/status").unwrap();
+    assert_eq!(text.lines().count(), 5, "{text}");
+    assert!(text.lines().all(|line| ours.lines().any(|our| our == line)), "{text}{ours}");
+}
+
 #[test]
 fn a_step_that_fails_is_named() {
     let shell = || Spawn::new(Path::new("/bin/sh"), ["-c", "true"]).unwrap();
