@@ -16,6 +16,7 @@ mod rewrite;
 mod sockets;
 mod streams;
 mod timers;
+mod unnamed;
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -39,6 +40,7 @@ pub use queues::{Queues, Stuck, keep_in_flight};
 pub use sockets::{TcpSocket, close_connections, close_connections_outwards, tcp_sockets};
 pub use streams::{Behind, behind, complete};
 pub use timers::restart_timers;
+pub use unnamed::{Known, Unnamed, UnnamedFiles};
 
 use super::proto::{FileEntry, PagemapEntry, PagemapHead, PstreeEntry, RemapEntry, StatsEntry};
 
@@ -50,6 +52,7 @@ const FILES: u32 = 0x5630_3138;
 const FDINFO: u32 = 0x5621_3732;
 const IDS: u32 = 0x5443_2030;
 const PAGEMAP: u32 = 0x5608_4025;
+const FS: u32 = 0x5140_3912;
 const REMAP: u32 = 0x5913_3954;
 const STATS: u32 = 0x5709_3306;
 

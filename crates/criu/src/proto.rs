@@ -478,8 +478,19 @@ pub(crate) struct FileLockEntry {
 /// The used fields of `mm_entry`.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct MmEntry {
+    /// The id of the file that is its program.
+    #[prost(uint32, required, tag = "12")]
+    pub(crate) exe_file_id: u32,
     #[prost(message, repeated, tag = "14")]
     pub(crate) vmas: Vec<VmaEntry>,
+}
+
+/// The used fields of `fs_entry`.
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct FsEntry {
+    /// The id of the file that is its working directory.
+    #[prost(uint32, required, tag = "1")]
+    pub(crate) cwd_id: u32,
 }
 
 /// `vma_entry`: a mapping.

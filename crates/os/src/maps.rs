@@ -2,6 +2,9 @@
 
 use std::io;
 
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::stat::fstat;
+
 /// A mapping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mapping<'a> {
@@ -38,12 +41,33 @@ impl Mapping<'_> {
     }
 }
 
+/// The devices of memory that is in no file system: memfds, shared memory without a name or of System V, huge pages. The
+/// kernel mounts them for itself, so nothing there has a path.
+///
+/// # Errors
+/// When the kernel gives no such memory.
+pub fn devices_of_memory() -> io::Result<Vec<u64>> {
+    let device = |also| Ok(fstat(memfd_create(c"", MFdFlags::MFD_CLOEXEC | also)?)?.st_dev);
+    // One for each size. Not every kernel has them.
+    let huge = [MFdFlags::MFD_HUGE_2MB, MFdFlags::MFD_HUGE_1GB].map(|size| device(MFdFlags::MFD_HUGETLB | size));
+    let mut all = vec![device(MFdFlags::empty()).map_err(|error: nix::errno::Errno| io::Error::from(error))?];
+    all.extend(huge.into_iter().flatten());
+    Ok(all)
+}
+
 /// The table of a process, for [`mappings`].
 ///
 /// # Errors
 /// When the process is gone, or belongs to somebody else.
 pub fn read(pid: i32) -> io::Result<Vec<u8>> {
     std::fs::read(format!("/proc/{pid}/maps"))
+}
+
+/// The addresses of a mapping, from what it is called in /proc/PID/map_files ([`Mapping::range`]).
+#[must_use]
+pub fn range(name: &str) -> Option<(u64, u64)> {
+    let (start, end) = name.split_once('-')?;
+    Some((u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(end, 16).ok()?))
 }
 
 /// The mappings of a table. Lines of another form are left out.

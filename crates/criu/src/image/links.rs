@@ -140,7 +140,7 @@ mod tests {
         write(&dir.join("ids-1001.img"), IDS, &[vec![8, 1, 2 << 3, 9]]);
         write(&dir.join("fdinfo-9.img"), FDINFO, &[FdinfoEntry { id: 3, kind: 1, fd: 8 }.encode_to_vec()]);
         let vma = VmaEntry { start: 0x1000, end: 0x3000, shmid: 1, status: 1 << 6, ..VmaEntry::default() };
-        write(&dir.join("mm-1002.img"), MM, &[MmEntry { vmas: vec![vma] }.encode_to_vec()]);
+        write(&dir.join("mm-1002.img"), MM, &[MmEntry { vmas: vec![vma], ..MmEntry::default() }.encode_to_vec()]);
 
         let found = link_remaps(dir).unwrap();
         let paths: Vec<_> = found.iter().map(|link| link.path.to_str().unwrap()).collect();

@@ -93,6 +93,17 @@ pub(super) fn has_a_file(vma: &VmaEntry) -> bool {
     vma.status & (FILE_PRIVATE | FILE_SHARED) != 0 && vma.status & (MEMFD | EXT_PLUGIN) == 0
 }
 
+/// Whether it maps memory that is in no file system, and that the kernel shows as a deleted file.
+pub(super) fn is_memory(vma: &VmaEntry) -> bool {
+    // `VMA_ANON_SHARED`, `VMA_ANON_PRIVATE` and `VMA_AREA_SYSVIPC`.
+    const ANON_SHARED: u32 = 1 << 8;
+    const ANON_PRIVATE: u32 = 1 << 9;
+    const SYSVIPC: u32 = 1 << 10;
+    let is_huge = vma.flags & libc::MAP_HUGETLB.cast_unsigned() != 0;
+    vma.status & EXT_PLUGIN == 0
+        && (vma.status & (ANON_SHARED | SYSVIPC | MEMFD) != 0 || (vma.status & ANON_PRIVATE != 0 && is_huge))
+}
+
 fn is_of_a_file(vma: &VmaEntry) -> bool {
     vma.status & FILE_SHARED != 0 && vma.status & (MEMFD | EXT_PLUGIN) == 0
 }
@@ -153,7 +164,7 @@ mod tests {
             mapping(2, 1 | 1 << 6, write_too, libc::O_RDONLY),
             mapping(2, 1 | FILE_SHARED | MEMFD, write_too, libc::O_RDONLY),
         ];
-        write(&dir.path().join("mm-7.img"), MM, &[MmEntry { vmas: vmas.clone() }]);
+        write(&dir.path().join("mm-7.img"), MM, &[MmEntry { vmas: vmas.clone(), ..MmEntry::default() }]);
         let written = written_by_mappings(dir.path()).unwrap();
         assert_eq!(written, [Path::new("/tmp/both"), Path::new("/tmp/stale")]);
         assert_eq!(correct_access(dir.path()).unwrap(), 1);

@@ -11,10 +11,16 @@
 //!   closed to the user.
 //! - Kernel files in /proc and /sys must be on the list of files that do not depend on who opened them (`kernel`).
 //!
-//! Files that root gave to the job (its output, a standard input, a working directory that the user cannot reach) are
-//! recorded in the image with inode and access, and must be exactly those files. A deleted file has no path to look up,
-//! and is judged by its owner and mode only. The same checks run before a snapshot: what a restore would refuse is
-//! refused at once, so every image can be restored.
+//! Files that the user could not open at the snapshot as a process has them (its output; what was closed to the user since)
+//! are recorded in the image with inode and access, and must be exactly those files.
+//!
+//! A deleted file, or memory that is in no file system, has no path to look up. Before a snapshot it is judged by its owner
+//! and mode only, because its content comes into the image. After a restore the image must have it without a name, for
+//! this descriptor or mapping ([`UnnamedFiles`]): then CRIU made it, and opened no path for it that leads elsewhere. The
+//! name alone proves nothing: a file that CRIU opened through an exchanged folder can have been deleted since. A deleted
+//! file with other names is looked up by one of these.
+//!
+//! The same checks run before a snapshot: what a restore would refuse is refused at once, so every image can be restored.
 
 mod files;
 mod kernel;
@@ -28,9 +34,10 @@ use std::path::{Path, PathBuf};
 use crate::launch::Privileges;
 use crate::launch::identity::Identity;
 pub(crate) use files::Descriptors;
-use files::{Held, How, WRITE};
+use files::{Held, How, WRITE, When};
 use kernel::{Kernels, Verdict};
-use rekindle_os::{identity, process};
+use rekindle_criu::image::{Known, Unnamed, UnnamedFiles};
+use rekindle_os::{identity, maps, process};
 use rekindle_store::Manifest;
 use rekindle_store::manifest::{GivenFile, JobRights};
 
@@ -149,7 +156,7 @@ pub(crate) fn note(root: i32, user: Option<&Identity>, privileges: Privileges) -
     let rights = rights::of(&tree, user)?;
     let Some(user) = user.filter(|user| user.uid != 0) else { return Ok(Noted { given: Vec::new(), rights }) };
     let mut given: Vec<GivenFile> = Vec::new();
-    for (held, _) in strange(root, &tree, user, &[], None)? {
+    for (held, _) in strange(root, &tree, user, None)? {
         let access = Some(held.access);
         let file = GivenFile { path: held.path, device: held.device, inode: held.inode, access };
         if !given.contains(&file) {
@@ -168,7 +175,7 @@ pub(crate) fn foresee(root: i32, user: Option<&Identity>, privileges: Privileges
     rights::check(&tree, &rights::Wanted { user, privileges, then: None })?;
     let Some(user) = user.filter(|user| user.uid != 0) else { return Ok(()) };
     let kernels = Kernels::of(root).map_err(|source| Refused::Unread { pid: root, source })?;
-    let held = files::held(&tree, None).map_err(|(pid, source)| Refused::Unread { pid, source })?;
+    let held = files::held(&tree, None, None).map_err(|(pid, source)| Refused::Unread { pid, source })?;
     held.into_iter().try_for_each(|held| judge_kernels(&kernels, &held, &tree, user).map(drop))
 }
 
@@ -178,8 +185,47 @@ pub(crate) struct Wanted<'a> {
     pub(crate) user: Option<&'a Identity>,
     pub(crate) privileges: Privileges,
     pub(crate) manifest: &'a Manifest,
+    /// The files that the image has without a name.
+    pub(crate) unnamed: &'a UnnamedFiles,
     /// Where the job's output is.
     pub(crate) log_dir: &'a Path,
+}
+
+/// What a restored job has by the image, which a restore made for it.
+struct Made<'a> {
+    /// Files of ours that were put back for this restore ([`put_there`]).
+    put_there: Vec<(u64, u64)>,
+    /// If the restore is not finished: only these descriptors are the job's.
+    descriptors: Option<&'a Descriptors>,
+    unnamed: &'a UnnamedFiles,
+    /// The devices of memory that is in no file system.
+    memory: Vec<u64>,
+    manifest: &'a Manifest,
+}
+
+impl Made<'_> {
+    /// Whether a restore made it, from the image: then nothing was opened by a path that the user could exchange.
+    fn has(&self, held: &Held) -> bool {
+        let when = if self.descriptors.is_some() { When::Unfinished } else { When::Finished };
+        match &held.known {
+            Known::Unnamed(unnamed) => held.is_made_for(unnamed, when, &self.memory),
+            // Memory that the tasks share with CRIU until they run.
+            Known::Nothing => when == When::Unfinished && held.how == How::Mapped && held.is_memory(&self.memory),
+            Known::Otherwise => false,
+        }
+    }
+
+    /// The path where the user must find it.
+    fn path(&self, held: &Held) -> PathBuf {
+        let saved = |path: &Path| self.manifest.saved_links.iter().find(|link| *link.link == *path);
+        match &held.known {
+            // CRIU opens it by a name that it then removes. Ours stays.
+            Known::Unnamed(Unnamed::Link(path)) => {
+                saved(path).map_or_else(|| path.clone(), |link| link.saved.to_path_buf())
+            }
+            _ => held.path.clone(),
+        }
+    }
 }
 
 /// Checks the securebits of an image ([`rekindle_criu::image::securebits`]), which cannot be seen of a process.
@@ -231,9 +277,10 @@ fn check_files(
     wanted: &Wanted<'_>,
     descriptors: Option<&Descriptors>,
 ) -> Result<(), Refused> {
-    let Wanted { manifest, log_dir, .. } = wanted;
-    let put_there = put_there(root, manifest);
-    let mut strange = strange(root, tree, user, &put_there, descriptors)?.into_iter();
+    let Wanted { manifest, unnamed, log_dir, .. } = *wanted;
+    let memory = maps::devices_of_memory().map_err(|source| Refused::Unread { pid: root, source })?;
+    let made = Made { put_there: put_there(root, manifest), descriptors, unnamed, memory, manifest };
+    let mut strange = strange(root, tree, user, Some(&made))?.into_iter();
     match strange.find(|(held, _)| !(is_given(held, &manifest.given_files) || is_output(held, log_dir))) {
         None => Ok(()),
         Some((held, obstacle)) => {
@@ -279,20 +326,21 @@ fn put_there(root: i32, manifest: &Manifest) -> Vec<(u64, u64)> {
     found.map(|metadata| (metadata.dev(), metadata.ino())).collect()
 }
 
-/// The files that the user could not open in the way these processes have them.
+/// The files that the user could not open in the way these processes have them. Those of restored processes are compared
+/// with what was `made` for them.
 fn strange(
     root: i32,
     tree: &[i32],
     user: &Identity,
-    put_there: &[(u64, u64)],
-    descriptors: Option<&Descriptors>,
+    made: Option<&Made<'_>>,
 ) -> Result<Vec<(Held, Obstacle)>, Refused> {
     let unread = |pid: i32| move |source: io::Error| Refused::Unread { pid, source };
     let kernels = Kernels::of(root).map_err(unread(root))?;
     let root_folder = std::fs::metadata(format!("/proc/{root}/root")).map_err(unread(root))?;
     let mut asked = Vec::new();
     let mut strange = Vec::new();
-    for held in files::held(tree, descriptors).map_err(|(pid, source)| unread(pid)(source))? {
+    let (descriptors, unnamed) = (made.and_then(|made| made.descriptors), made.map(|made| made.unnamed));
+    for held in files::held(tree, descriptors, unnamed).map_err(|(pid, source)| unread(pid)(source))? {
         let is = (held.device, held.inode);
         // Only root can change the root of a process.
         if held.how == How::Root {
@@ -301,19 +349,30 @@ fn strange(
             }
             continue;
         }
-        if held.how == How::Mapped && put_there.contains(&is) {
+        if held.how == How::Mapped && made.is_some_and(|made| made.put_there.contains(&is)) {
             continue;
         }
-        match judge_kernels(&kernels, &held, tree, user)? {
-            Some(Verdict::Fine) => {}
-            Some(_) => asked.push(held),
-            None if held.is_nameless() && held.lets(user) => {}
-            None => asked.push(held),
+        let verdict = judge_kernels(&kernels, &held, tree, user)?;
+        // A file without a name has no path to look up. In a snapshot its content comes into the image.
+        let has_no_path = || match made {
+            Some(made) => made.has(&held),
+            None => held.seems_nameless() && !is_there(root, &held),
+        };
+        if verdict == Some(Verdict::Fine) || (verdict.is_none() && has_no_path() && held.lets(user)) {
+            continue;
         }
+        let path = made.map_or_else(|| held.path.clone(), |made| made.path(&held));
+        asked.push((path, held));
     }
     let obstacles = open_anew(root, user, &asked)?;
-    strange.extend(asked.into_iter().zip(obstacles).filter_map(|(held, obstacle)| Some((held, obstacle?))));
+    strange.extend(asked.into_iter().zip(obstacles).filter_map(|((_, held), obstacle)| Some((held, obstacle?))));
     Ok(strange)
+}
+
+/// Whether the file is at its path: a name can look like that of a deleted file.
+fn is_there(root: i32, held: &Held) -> bool {
+    let found = std::fs::symlink_metadata(process::path_in(root, &held.path));
+    found.is_ok_and(|found| (found.dev(), found.ino()) == (held.device, held.inode))
 }
 
 fn judge_kernels(kernels: &Kernels, held: &Held, tree: &[i32], user: &Identity) -> Result<Option<Verdict>, Refused> {
@@ -323,11 +382,11 @@ fn judge_kernels(kernels: &Kernels, held: &Held, tree: &[i32], user: &Identity) 
     }
 }
 
-/// For each file: `None` if the user finds the same file at its path, and may open it in the same way.
-fn open_anew(root: i32, user: &Identity, files: &[Held]) -> Result<Vec<Option<Obstacle>>, Refused> {
+/// For each file: `None` if the user finds the same file at the path, and may open it in the same way.
+fn open_anew(root: i32, user: &Identity, files: &[(PathBuf, Held)]) -> Result<Vec<Option<Obstacle>>, Refused> {
     let failed = |source| Refused::Switch { user: user.name.clone(), source };
     let world = std::fs::File::open(format!("/proc/{root}/ns/mnt")).map_err(failed)?;
-    let obstacle = |held: &Held| match identity::reach(&held.path, held.access) {
+    let obstacle = |(path, held): &(PathBuf, Held)| match identity::reach(path, held.access) {
         Ok(found) if (found.st_dev, found.st_ino) == (held.device, held.inode) => None,
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Some(Obstacle::Closed),
         Ok(_) | Err(_) => Some(Obstacle::Other),

@@ -333,7 +333,9 @@ pub(super) fn run_criu(
     let abandon = || world.abandon(attempt);
     let died = || died_while_restored(&images);
     let log_dir = request.folder.log_dir();
-    let wanted = access::Wanted { user: request.identity, privileges: request.privileges, manifest, log_dir: &log_dir };
+    let unnamed = criu::image::UnnamedFiles::read(&images).map_err(criu::RunError::Image)?;
+    let (user, privileges) = (request.identity, request.privileges);
+    let wanted = access::Wanted { user, privileges, manifest, unnamed: &unnamed, log_dir: &log_dir };
     let descriptors = criu::image::descriptors(&images).map_err(criu::RunError::Image)?;
     let unix_listeners = criu::image::unix_listeners(&images).map_err(criu::RunError::Image)?;
     let securebits = criu::image::securebits(&images).map_err(criu::RunError::Image)?;

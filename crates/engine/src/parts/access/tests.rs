@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::*;
 use crate::launch::identity::lookup;
+use rekindle_store::manifest::SavedLink;
 
 /// A tree whose root runs `script` and then starts `program` as user nobody. Dropping it ends the tree.
 struct Tree(Child);
@@ -43,11 +44,22 @@ impl Drop for Tree {
 
 fn refused(tree: &Tree, given: &[GivenFile]) -> Option<String> {
     let manifest = Manifest { given_files: given.to_vec(), ..crate::samples::manifest() };
+    refused_of(tree, &manifest, &UnnamedFiles::default())
+}
+
+/// The image says that all processes of the tree have these files as these descriptors.
+fn refused_as(tree: &Tree, known: &[(i32, Unnamed)]) -> Option<String> {
+    let of = |pid: i32| known.iter().map(move |(number, is)| (pid, *number, Some(is.clone())));
+    refused_of(tree, &crate::samples::manifest(), &below(tree.root()).into_iter().flat_map(of).collect())
+}
+
+fn refused_of(tree: &Tree, manifest: &Manifest, unnamed: &UnnamedFiles) -> Option<String> {
     let nobody = lookup("nobody").unwrap();
     let wanted = Wanted {
         user: Some(&nobody),
         privileges: Privileges::MayGrow,
-        manifest: &manifest,
+        manifest,
+        unnamed,
         log_dir: Path::new("/nowhere"),
     };
     let files = check_files(tree.root(), &below(tree.root()), &nobody, &wanted, None);
@@ -136,7 +148,8 @@ fn what_is_the_users_own_or_given_passes() {
     }
     let shown = dir.path().display();
     let script = format!("exec 3<>{shown}/own 4<>{shown}/gone 5</dev/null; rm {shown}/gone; cd {shown}");
-    assert_eq!(refused(&Tree::start(&script, "sleep"), &[]), None);
+    let gone = [(4, Unnamed::Ghost(dir.path().join("gone")))];
+    assert_eq!(refused_as(&Tree::start(&script, "sleep"), &gone), None);
     let metadata = std::fs::metadata(dir.path().join("given")).unwrap();
     let given = |access| [GivenFile { path: "/given".into(), device: metadata.dev(), inode: metadata.ino(), access }];
     let reads = Tree::start(&format!("exec 3<{shown}/given"), "sleep");
@@ -145,6 +158,85 @@ fn what_is_the_users_own_or_given_passes() {
     // No more access than it was given for.
     assert!(refused(&reads, &given(Some(2))).is_some());
     assert!(refused(&Tree::start(&format!("exec 3<>{shown}/given"), "sleep"), &given(Some(4))).is_some());
+}
+
+/// A folder was exchanged for a link to a closed one when CRIU opened a file in it, and the file there was replaced since:
+/// its owner and its mode allow the access, and it has no path that could be looked up.
+#[test]
+fn a_deleted_file_that_the_image_does_not_have_as_such_is_refused() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let dir = ground();
+    let data = dir.path().join("closed/inner/data");
+    let script = format!("exec 3<{0}; echo new > {0}.new; mv {0}.new {0}", data.display());
+    let tree = Tree::start(&script, "sleep");
+    let said = refused(&tree, &[]).unwrap();
+    assert!(said.contains("closed/inner/data (deleted)"), "{said}");
+    // The image has a deleted file there, and it was another one, or memory.
+    for is in [Unnamed::Ghost(dir.path().join("open/inner/data")), Unnamed::Memory, Unnamed::AioRing] {
+        assert!(refused_as(&tree, &[(3, is.clone())]).is_some(), "{is:?}");
+    }
+    assert!(refused_as(&tree, &[(4, Unnamed::Ghost(data.clone()))]).is_some(), "another descriptor");
+    assert_eq!(refused_as(&tree, &[(3, Unnamed::Ghost(data.clone()))]), None);
+    // Its owner, group and mode count in any case.
+    let tree = Tree::start(&format!("exec 3<>{0}; rm {0}", data.display()), "sleep");
+    assert!(refused_as(&tree, &[(3, Unnamed::Ghost(data))]).is_some());
+}
+
+#[test]
+fn a_name_that_looks_like_that_of_a_deleted_file_is_looked_up() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let dir = ground();
+    let data = dir.path().join("closed/inner/data (deleted)");
+    std::fs::write(&data, "not for all").unwrap();
+    let tree = Tree::start(&format!("exec 3<'{}'", data.display()), "sleep");
+    assert!(refused(&tree, &[]).is_some());
+    let nobody = lookup("nobody").unwrap();
+    let noted = note(tree.root(), Some(&nobody), Privileges::MayGrow).unwrap();
+    assert_eq!(noted.given.iter().map(|given| &given.path).collect::<Vec<_>>(), [&data]);
+    mode(&dir.path().join("closed"), 0o711);
+    assert_eq!(refused(&tree, &[]), None);
+}
+
+#[test]
+fn memory_without_a_name_is_what_the_image_has_as_such() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let flags = nix::sys::memfd::MFdFlags::MFD_CLOEXEC;
+    let memory = nix::sys::memfd::memfd_create(c"somebody's", flags).unwrap();
+    let tree = Tree::start_with(Stdio::from(memory), "exec 3<&0 0</dev/null", "sleep");
+    assert!(refused(&tree, &[]).is_some_and(|said| said.contains("/memfd:somebody's")));
+    assert!(refused_as(&tree, &[(0, Unnamed::Memory)]).is_some(), "another descriptor");
+    assert_eq!(refused_as(&tree, &[(3, Unnamed::Memory)]), None);
+}
+
+/// CRIU opens it by a name that is gone afterwards. The image has another one.
+#[test]
+fn a_deleted_file_with_other_names_is_looked_up_by_one_of_them() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let dir = ground();
+    let (gone, saved) = (dir.path().join("gone"), dir.path().join("closed/saved"));
+    std::fs::write(&gone, "linked").unwrap();
+    std::fs::hard_link(&gone, &saved).unwrap();
+    mode(&gone, 0o644);
+    let tree = Tree::start(&format!("exec 3<{0}; rm {0}", gone.display()), "sleep");
+    let job_path = |path: &Path| rekindle_store::JobPath::new(path.to_path_buf()).unwrap();
+    let link = dir.path().join("saved.open");
+    let links = vec![SavedLink { link: job_path(&link), saved: job_path(&saved), owner: None }];
+    let manifest = Manifest { saved_links: links, ..crate::samples::manifest() };
+    let of = |pid: i32| (pid, 3, Some(Unnamed::Link(link.clone())));
+    let known = || below(tree.root()).into_iter().map(of).collect::<UnnamedFiles>();
+    assert!(refused_of(&tree, &manifest, &known()).is_some(), "the folder is closed");
+    mode(&dir.path().join("closed"), 0o711);
+    assert_eq!(refused_of(&tree, &manifest, &known()), None);
+    std::fs::rename(dir.path().join("closed/inner/data"), &saved).unwrap();
+    assert!(refused_of(&tree, &manifest, &known()).is_some(), "another file");
 }
 
 #[test]
@@ -185,7 +277,7 @@ fn only_the_output_itself_is_taken_for_output() {
         let path = dir.path().join(name);
         let file = options.open(&path).unwrap();
         let own = std::process::id().cast_signed();
-        let found = files::held(&[own], None).unwrap().into_iter().find(|held| held.path == path).unwrap();
+        let found = files::held(&[own], None, None).unwrap().into_iter().find(|held| held.path == path).unwrap();
         drop(file);
         found
     };
