@@ -2,7 +2,7 @@
 # deps.sh [NAME...]: installs what the demo and the tests need, on Debian or Ubuntu. Default: build python criu.
 #   build   a C compiler, which cargo links with (and checks that cargo is there)
 #   python  .deps/venv with numpy and scikit-learn as pinned in scripts/requirements.txt
-#   criu    .deps/criu/criu, at least 4.2 (scripts/install-criu.sh)
+#   criu    .deps/criu/criu, at least 4.2.1 (scripts/install-criu.sh)
 #   s3      .deps/s3, a Python environment with an S3 server for the tests of replication
 #   slurm   Slurm's daemons and commands, for tests that start a cluster
 #   package tools that make the packages, .deps/bundle with the CRIU that they contain, and tools that check them

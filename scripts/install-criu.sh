@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# install-criu.sh [--bundle [--sources]] DIR: installs CRIU 4.2 or newer as DIR/criu, for machines whose distribution
+# install-criu.sh [--bundle [--sources]] DIR: installs CRIU 4.2.1 or newer as DIR/criu, for machines whose distribution
 # has an older one. It takes the first of these that works:
 #   1. DIR/criu exists, runs and is new enough: nothing is done.
 #   2. The system has one that is new enough: DIR/criu becomes a link to it.
@@ -13,8 +13,8 @@
 #   --sources  with --bundle: also downloads the source packages of the contents, into DIR/criu.source
 set -euo pipefail
 
-# Kernels from 6.16 on answer socket queries in a way that older ones of CRIU do not understand.
-need=4.2
+# Kernels from 6.16 on answer socket queries in a way that CRIU before 4.2 does not understand, and 4.2 itself has CVE-2026-18107.
+need=4.2.1
 suite=sid
 
 say() { printf 'install-criu: %s\n' "$*" >&2; }
@@ -73,7 +73,7 @@ if [ -z "$own" ] && [ "$(id -u)" -eq 0 ] && [ -z "$(find /var/lib/apt/lists -nam
   apt-get -qq update || die 'apt-get update failed: see the lines above, check the network and the sources in /etc/apt'
   own=$(candidate)
 fi
-# A Debian version may have an epoch in front: 1:4.2-1.
+# A Debian version may have an epoch in front: 1:4.2.1-1.
 if [ -z "$bundle" ] && new_enough "${own#*:}"; then
   [ "$(id -u)" -eq 0 ] || die "the package criu $own of this system is new enough: install it (sudo apt-get install criu), then run this again"
   say "installing the system's own package criu $own"

@@ -203,6 +203,7 @@ fn judge(facts: &Facts, config: &Config) -> Report {
     checks.extend(store::judge(&facts.store, config.store.min_free.bytes()));
     checks.extend(scheduler::judge(&facts.scheduler, config.scheduler.requeue));
     checks.extend(boundaries::judge(&facts.boundaries, config));
+    checks.extend(criu::judge_boundary(&facts.criu));
     let (counts, workloads) = (Counts::of(&checks), workloads::judge(&checks, &facts.nvidia));
     Report { run_works: counts.missing == 0, counts, checks, workloads }
 }
