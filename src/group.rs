@@ -18,7 +18,7 @@ pub use board::Board;
 pub use coordinator::{AddressFile, Coordinator, OwnEtcd};
 pub(crate) use coordinator::{NoFirst, NoOwnAddress, own_address, wait_for_address};
 pub(crate) use keys::{PREFIX, of_member, prefix};
-pub use layout::{Layout, Underlay};
+pub use layout::{KnownNames, Layout, Underlay};
 #[cfg(test)]
 pub(crate) use node::any_node;
 pub use node::{Disagreement, Node};

@@ -4,6 +4,7 @@
 //! Only the environment is read; [`Scheduler::ask_end`] and [`Scheduler::requeue`] run Slurm's commands and wait for
 //! them, so they must be called on a thread that may block.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
@@ -188,6 +189,16 @@ impl Scheduler {
     pub(crate) fn nodes(variable: &dyn Fn(&str) -> Option<String>) -> Option<u32> {
         let step = variable("SLURM_STEP_NUM_NODES").or_else(|| variable("SLURM_NNODES"));
         step.and_then(|nodes| nodes.parse().ok())
+    }
+
+    /// The names of the machines that Slurm has started this job on; none if it does not say them.
+    pub(crate) fn node_names(variable: &dyn Fn(&str) -> Option<String>) -> BTreeSet<String> {
+        let list = variable("SLURM_STEP_NODELIST").or_else(|| variable("SLURM_JOB_NODELIST"));
+        let mut names = BTreeSet::new();
+        if list.is_none_or(|list| expand(&list, String::new(), &mut names).is_none()) {
+            names.clear();
+        }
+        names
     }
 
     /// The job's deadline, if it is known without asking.
@@ -382,6 +393,39 @@ fn start(line: &[&str]) -> io::Result<(Child, File, File)> {
     Ok((child, out.into(), err.into()))
 }
 
+/// Adds the names of a list of Slurm's, `gpu[01-03,7],login`, with `begun` before each. `None` if it is none, or very
+/// long.
+fn expand(list: &str, begun: String, names: &mut BTreeSet<String>) -> Option<()> {
+    /// More than any group has.
+    const MOST: usize = 1 << 16;
+    let mut within = false;
+    let parts = list.split(|sign| {
+        within = (within || sign == '[') && sign != ']';
+        sign == ',' && !within
+    });
+    for part in parts {
+        let Some((head, rest)) = part.split_once('[') else {
+            names.insert(format!("{begun}{part}"));
+            if names.len() > MOST {
+                return None;
+            }
+            continue;
+        };
+        let (numbers, tail) = rest.split_once(']')?;
+        for range in numbers.split(',') {
+            let (first, last) = range.split_once('-').unwrap_or((range, range));
+            let (from, to): (usize, usize) = (first.parse().ok()?, last.parse().ok()?);
+            if to.checked_sub(from)? > MOST {
+                return None;
+            }
+            for number in from..=to {
+                expand(tail, format!("{begun}{head}{number:0width$}", width = first.len()), names)?;
+            }
+        }
+    }
+    Some(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -529,5 +573,23 @@ mod tests {
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL).unwrap();
         assert!(matches!(asked.join().unwrap(), Err(Error::Failed { .. })));
         assert!(is_known, "pid {pid}");
+    }
+
+    #[test]
+    fn the_list_of_nodes_is_read() {
+        let names = |list: &str| {
+            let variable = |name: &str| (name == "SLURM_JOB_NODELIST").then(|| list.to_owned());
+            Scheduler::node_names(&variable).into_iter().collect::<Vec<_>>()
+        };
+        assert_eq!(names("a"), ["a"]);
+        assert_eq!(names("gpu[08-10,3],login.example"), ["gpu08", "gpu09", "gpu10", "gpu3", "login.example"]);
+        assert_eq!(names("r[1-2]n[1,3]-ib"), ["r1n1-ib", "r1n3-ib", "r2n1-ib", "r2n3-ib"]);
+        for none in ["a[1", "a[x]", "a[2-1]", "a[0-99999999]", "a[0-9999]b[0-9999]"] {
+            assert_eq!(names(none), [""; 0], "{none}");
+        }
+        assert!(Scheduler::node_names(&|_| None).is_empty());
+        let step =
+            |name: &str| name.ends_with("NODELIST").then(|| if name.contains("STEP") { "s" } else { "j" }.into());
+        assert_eq!(Scheduler::node_names(&step).into_iter().collect::<Vec<_>>(), ["s"]);
     }
 }

@@ -3,10 +3,11 @@
 use std::net::{IpAddr, ToSocketAddrs, UdpSocket};
 use std::time::Duration;
 
+use super::variable;
 use crate::cli::Misuse;
 use crate::config::{self, Config, Group, GroupNetwork, Interval, SizeLimit};
 use crate::group::{
-    AddressFile, Coordinator, Identity, Layout, Node, OwnEtcd, Underlay, own_address, wait_for_address,
+    AddressFile, Coordinator, Identity, KnownNames, Layout, Node, OwnEtcd, Underlay, own_address, wait_for_address,
 };
 use crate::policy;
 use crate::scheduler::Scheduler;
@@ -180,6 +181,7 @@ impl Place {
             },
             address,
             directory: folder.bin_dir(),
+            known: KnownNames { host: host::describe().name, nodes: Scheduler::node_names(&variable) },
         };
         let options = Options { leases_end_early: leases_end_early(&coordinator), ..options(config, self.rank, keep) };
         let identity = Identity { group: self.name, rank: self.rank, node, lease: of.lease, former: None };

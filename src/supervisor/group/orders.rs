@@ -96,7 +96,8 @@ impl Owner<'_> {
             Err((why, blame)) => return self.group_not_started(why, (blame, Fault::Job)),
         };
         member.epoch = (epoch, origin);
-        member.network = Some(Arc::new(group.layout.plan(origin, epoch, &member.nodes)));
+        let hosts = std::fs::read_to_string("/etc/hosts").unwrap_or_default();
+        member.network = Some(Arc::new(group.layout.plan(origin, epoch, &member.nodes, &hosts)));
         tracing::info!("the group starts from {from} ({epoch})");
         if let (StartFrom::Beginning, Some(number)) = (from, newest_committed(member.machine.view())) {
             tracing::warn!(

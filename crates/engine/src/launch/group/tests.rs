@@ -50,7 +50,7 @@ fn a_plan_that_does_not_fit_is_refused() {
 
 #[test]
 fn names_of_members_are_the_groups() {
-    let machine = "127.0.0.1 localhost\n# mine\n127.0.1.1 one.example one # this\n192.0.2.1 other two\n";
+    let machine = "127.0.0.1 localhost\n# mine\n127.0.1.1 One.example one # this\n192.0.2.1 other two\n";
     let names = [(0, vec!["one".to_owned(), "one.example".to_owned()]), (1, vec!["two".to_owned()])].into();
     let expected = "127.0.0.1 localhost\n192.0.2.1 other\n10.213.0.1 one one.example\n10.213.0.2 two\n";
     assert_eq!(names::hosts_like(machine, Subnet::default(), &names), expected);
