@@ -520,6 +520,33 @@ fn comes_back_as_nobody(job: &str, kind: &str) {
     assert!(lab.output().ends_with("done\n"), "{}\n{said}", lab.output());
 }
 
+/// Its own program and its working directory: CRIU makes them from the image.
+#[test]
+fn a_removed_program_and_working_directory_of_a_user() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("job.user", "\"nobody\"").set_file("job.directory", "theirs");
+    let lab = lab.set("restart.cold-start", "\"never\"");
+    let theirs = lab.file("theirs");
+    fs::create_dir(&theirs).unwrap();
+    let nobody = nix::unistd::User::from_name("nobody").unwrap().unwrap();
+    nix::unistd::chown(&theirs, Some(nobody.uid), Some(nobody.gid)).unwrap();
+    let text = "rm program; mkdir gone; cd gone; rmdir ../gone; echo ready; while :; do sleep 0.05; done";
+    let script = lab.script("job", &format!("cp /bin/sh program\nexec ./program -c '{text}'"));
+    let mut run = lab.run([script.as_os_str()]);
+    run.wait_printed("ready");
+    run.job_pid(&lab);
+    run.snapshot(&lab);
+    lab.kill_9(run);
+    let mut run = lab.run([script.as_os_str()]);
+    run.wait_said("the job was restored from image");
+    let pid = run.job_pid(&lab);
+    for (link, name) in [("exe", "program"), ("cwd", "gone")] {
+        let leads = fs::read_link(format!("/proc/{pid}/{link}")).unwrap();
+        assert_eq!(leads, PathBuf::from(format!("{} (deleted)", theirs.join(name).display())));
+    }
+    lab.kill_9(run);
+}
+
 macro_rules! kinds_of_nobody {
     ($($name:ident: $job:literal $kind:literal,)*) => {
         $(#[test] fn $name() { comes_back_as_nobody($job, $kind); })*
