@@ -9,7 +9,7 @@ mod shown;
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
@@ -18,8 +18,12 @@ use serde::{Deserialize, Serialize};
 use rekindle_base::cause::Cause;
 use rekindle_base::interval::Choice;
 use rekindle_base::{Ended, micros};
+use rekindle_os::durable::Place;
 use rekindle_store::persist::Progress;
 use rekindle_store::{self as store, ImageId, JobFolder, JobName, Writer};
+
+/// The most bytes of `state.json` that are read: the names of a group of many thousand machines are less.
+const LARGEST: u64 = 16 << 20;
 
 /// The content of `state.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -250,9 +254,9 @@ impl Published {
     /// Reads what a supervisor published.
     ///
     /// # Errors
-    /// When the file does not exist, or cannot be parsed.
-    pub fn read(path: &Path) -> io::Result<Published> {
-        Ok(serde_json::from_slice(&std::fs::read(path)?)?)
+    /// When the file does not exist, is something else than a file, or cannot be parsed.
+    pub fn read(path: &(impl Place + ?Sized)) -> io::Result<Published> {
+        Ok(serde_json::from_slice(&path.place()?.content(LARGEST)?)?)
     }
 }
 
@@ -329,5 +333,30 @@ mod tests {
             assert_eq!(serde_json::from_str::<JobState>(&format!("\"{state}\"")).unwrap(), state);
         }
         assert_eq!(serde_json::from_str::<JobState>("\"hibernating\"").unwrap(), JobState::Unknown);
+    }
+
+    #[test]
+    fn what_others_put_in_the_place_of_the_state_is_not_read() {
+        use rekindle_os::beneath::Unexpected;
+        let dir = tempfile::tempdir().unwrap();
+        let (path, good) = (dir.path().join("state.json"), dir.path().join("good.json"));
+        std::fs::write(&good, serde_json::to_vec(&Published::new("l")).unwrap()).unwrap();
+        assert_eq!(Published::read(&good).unwrap().lineage, "l");
+        std::os::unix::fs::symlink(&good, &path).unwrap();
+        assert!(Unexpected::in_error(&Published::read(&path).unwrap_err()).is_some());
+        std::fs::remove_file(&path).unwrap();
+        // Nobody opens the other end, ever.
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        assert!(Unexpected::in_error(&Published::read(&path).unwrap_err()).is_some());
+        std::fs::remove_file(&path).unwrap();
+        // It is not read into memory, whatever its length.
+        std::fs::File::create(&path).unwrap().set_len(1 << 40).unwrap();
+        assert_eq!(Published::read(&path).unwrap_err().kind(), io::ErrorKind::FileTooLarge);
+        // What is published replaces a link, and leaves its target.
+        std::fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink(&good, &path).unwrap();
+        Published::new("new").write(&rekindle_os::beneath::Beneath::at(&path).unwrap()).unwrap();
+        assert_eq!(Published::read(&path).unwrap().lineage, "new");
+        assert_eq!(Published::read(&good).unwrap().lineage, "l");
     }
 }

@@ -383,7 +383,7 @@ fn start(line: &[&str]) -> io::Result<(Child, File, File)> {
     let (err, to_err) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
     let child = Spawn::new(&program, args)
         .map_err(io::Error::other)?
-        .open(Open { fd: 0, path: c"/dev/null".into(), flags: libc::O_RDONLY })
+        .open(Open { fd: 0, path: c"/dev/null".into(), flags: libc::O_RDONLY, expect: None })
         .fd(to_out, 1)
         .fd(to_err, 2)
         // Ctrl-C is for the job.

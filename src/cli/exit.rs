@@ -60,6 +60,9 @@ impl From<Exit> for ExitCode {
 /// What to add to an error: what to do if a user has no right to the store and root has, or if the store is full.
 pub(crate) fn hint(error: &anyhow::Error) -> &'static str {
     use std::io::ErrorKind::{QuotaExceeded, StorageFull};
+    if error.chain().any(is_unexpected) {
+        return ". Somebody has put it there. Remove it, and check who can write to the store";
+    }
     if error.chain().any(is_refused) {
         return ". Use sudo if the job was started with it";
     }
@@ -69,6 +72,12 @@ pub(crate) fn hint(error: &anyhow::Error) -> &'static str {
         }
         _ => "",
     }
+}
+
+/// Whether something in the store is not what it should be.
+fn is_unexpected(cause: &(dyn std::error::Error + 'static)) -> bool {
+    let of = |error| rekindle_os::beneath::Unexpected::in_error(error).is_some();
+    cause.downcast_ref().is_some_and(of)
 }
 
 /// Whether the kernel refuses the store to this user.
@@ -95,6 +104,9 @@ pub(crate) fn of_error(error: &anyhow::Error, is_store_typed: bool) -> Exit {
     use crate::{config, control};
     use rekindle_engine::{launch, restore};
     use rekindle_store as store;
+    if error.chain().any(is_unexpected) {
+        return Exit::Config;
+    }
     for cause in error.chain() {
         if let Some(error) = cause.downcast_ref::<super::config::Error>() {
             return error.exit();
@@ -188,5 +200,22 @@ mod tests {
         assert!(hint(&error(ErrorKind::StorageFull)).contains("`rekindle prune`"));
         assert_eq!(hint(&error(ErrorKind::NotFound)), "");
         assert_eq!(of_error(&error(ErrorKind::StorageFull), false), Exit::Internal);
+    }
+
+    #[test]
+    fn what_others_put_in_the_store_is_told_with_what_to_do() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("stdout.log");
+        std::os::unix::fs::symlink("/etc/crontab", &log).unwrap();
+        let source = || rekindle_os::beneath::Beneath::at(&log).unwrap().append(0o600).unwrap_err();
+        let of_output = rekindle_engine::launch::output::Files::create(dir.path(), Default::default()).unwrap_err();
+        let of_store = rekindle_store::Error::Write { path: log.clone(), source: source() };
+        for error in [of_output.into(), of_store.into(), anyhow::Error::from(source()).context("cannot write")] {
+            assert_eq!(of_error(&error, false), Exit::Config, "{error:?}");
+            assert!(hint(&error).contains("Remove it"));
+            let said = format!("{error:#}");
+            assert!(said.contains("/stdout.log is a symbolic link, and should be a regular file"), "{said}");
+        }
+        assert_eq!(of_error(&IoError::from(ErrorKind::InvalidInput).into(), false), Exit::Internal);
     }
 }

@@ -4,7 +4,7 @@
 //! output, so it is printed unchanged. Control sequences are escaped ([`clean`]) only on a terminal of a user other
 //! than the job's, who did not choose to run it. If it is not known whose job it is, they are escaped, too.
 
-use std::fs;
+use std::fs::File;
 use std::io::{self, IsTerminal, Write, stderr, stdout};
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
@@ -20,6 +20,7 @@ use crate::published::Published;
 use crate::telemetry::clean;
 use rekindle_engine::launch::identity;
 use rekindle_engine::launch::tail::Tail;
+use rekindle_os::beneath;
 use rekindle_store::{JobFolder, Outcome, Writer};
 
 /// Whose output, and which.
@@ -64,7 +65,9 @@ pub(super) fn logs(global: &Global, args: &LogsArgs) -> anyhow::Result<Exit> {
 fn copy(global: &Global, folder: &JobFolder, args: &LogsArgs) -> anyhow::Result<()> {
     let watch = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
     let events = AddWatchFlags::IN_MODIFY | AddWatchFlags::IN_CREATE | AddWatchFlags::IN_MOVED_TO;
-    watch.add_watch(&folder.log_dir(), events)?;
+    // By the descriptor: others can put a link at its path.
+    let logs = File::from(folder.log_dir().folder()?);
+    watch.add_watch(beneath::own(&logs).as_str(), events)?;
     let mut streams = streams(global, folder, args)?;
     for Stream { tail, out } in &mut streams {
         match args.lines {
@@ -132,7 +135,7 @@ fn users(folder: &JobFolder, configured: Option<&str>) -> anyhow::Result<Vec<Opt
     let recorded = known.iter().find_map(|known| known.best().manifest()).map(|manifest| match &manifest.user {
         Some(user) => look_up(user),
         // That of its supervisor.
-        None => fs::metadata(folder.path()).ok().map(|folder| folder.uid()),
+        None => folder.dir().metadata().ok().map(|folder| folder.uid()),
     });
     Ok(published.map(Some).into_iter().chain(recorded).chain(configured.map(look_up)).collect())
 }
@@ -199,7 +202,7 @@ mod tests {
                 "supervisor":7,"lineage":"l","pid":8,"restarts":0,"last_image":null,"last_freeze_us":null,
                 "last_failure":null}}"#
             );
-            fs::write(folder.state_file(), text).unwrap();
+            std::fs::write(folder.state_file(), text).unwrap();
         };
         // An earlier version.
         publish("");

@@ -21,7 +21,7 @@ use crate::scheduler::Scheduler;
 use crate::supervisor::notify::Notify;
 use crate::supervisor::state::{Finish, Obstacle, Stop};
 use crate::supervisor::{self, Early, OomKills, Origin, Places, Program, Setup, Shown, Sockets, TimeLimit};
-use crate::telemetry;
+use crate::telemetry::{self, events::Journal};
 use crate::variables;
 use detach::Caller;
 use group::Place;
@@ -512,6 +512,10 @@ fn supervise(
         member => member?,
     };
     let output = output::Files::create(&folder.log_dir(), config.log.bounds())?;
+    Journal::in_folder(&folder.log_dir())
+        .check()
+        .map_err(std::io::Error::from)
+        .context("cannot write the job's events")?;
     let oom_kills = OomKills::until_now();
     let setup = Setup {
         copier: Copier::default(),

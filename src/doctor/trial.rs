@@ -93,6 +93,8 @@ impl Trial<'_> {
         for folder in [&images, &work] {
             std::fs::create_dir(folder).map_err(failed(step))?;
         }
+        // The job's output is opened through no link, and TMPDIR may be one.
+        let real = dir.canonicalize().map_err(failed(step))?;
         let path = std::env::var_os("PATH");
         let program = launch::find_program(OsStr::new("sleep"), dir, path.as_deref()).map_err(failed(step))?;
         let spec = JobSpec {
@@ -114,7 +116,7 @@ impl Trial<'_> {
             reaper: reaper::unpack(dir).map_err(failed(step))?,
             images,
             work,
-            files: output::Files::create(dir, output::Bounds::default()).map_err(failed(step))?,
+            files: output::Files::create(&real, output::Bounds::default()).map_err(failed(step))?,
             spec,
         })
     }

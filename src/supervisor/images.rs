@@ -22,7 +22,7 @@ use crate::telemetry::events::What;
 use rekindle_base::chain;
 use rekindle_criu::Log;
 use rekindle_engine::snapshot::{self, Barrier, Launch, Subject, Taken};
-use rekindle_os::{cgroup, process};
+use rekindle_os::{cgroup, durable, process};
 use rekindle_store::gc;
 use rekindle_store::manifest::Reason;
 use rekindle_store::persist::{self, Progress, Unstored};
@@ -520,7 +520,7 @@ impl Owner<'_> {
     pub(super) fn keep_criu_log(&self, kind: &str, log: Option<&Log>) {
         let Some(log) = log else { return };
         let path = self.setup.folder.log_dir().join(format!("criu-{kind}.log"));
-        match std::fs::write(&path, log.text()) {
+        match durable::replace_file(&path, log.text().as_bytes(), 0o600) {
             Ok(()) => tracing::info!("CRIU's log is in {}", path.display()),
             Err(error) => tracing::warn!("cannot save CRIU's log in {}: {error}", path.display()),
         }

@@ -1,7 +1,6 @@
 //! Keeps what others see of the job ([`Published`]) up to date.
 
 use std::io;
-use std::path::Path;
 use std::time::Instant;
 
 use chrono::{TimeDelta, Utc};
@@ -13,11 +12,12 @@ use rekindle_base::interval::Choice;
 use rekindle_engine::launch::Job;
 use rekindle_engine::launch::identity::Identity;
 use rekindle_engine::snapshot::Taken;
+use rekindle_os::beneath::Beneath;
 use rekindle_os::{durable, process};
 use rekindle_store::JobFolder;
 
 impl Published {
-    pub(super) fn new(lineage: &str) -> Published {
+    pub(crate) fn new(lineage: &str) -> Published {
         let now = Utc::now();
         Published {
             version: 1,
@@ -105,7 +105,7 @@ impl Published {
         self.last_failure = Some(why);
     }
 
-    pub(super) fn write(&self, path: &Path) -> io::Result<()> {
+    pub(crate) fn write(&self, path: &Beneath) -> io::Result<()> {
         let bytes = serde_json::to_vec_pretty(self)?;
         durable::replace_file(path, &bytes, 0o600)
     }

@@ -300,12 +300,14 @@ impl Owner<'_> {
             });
         }
         if setup.config.rules.iter().any(|rule| rule.matches.is_of_output()) {
-            let files = [self.setup.output.stdout.clone(), self.setup.output.stderr.clone()];
+            let files = self.setup.output.clone();
             let (turn, sender, setup) =
                 (self.watch.output.turn.clone(), self.threads.sender.clone(), Arc::clone(&setup));
             self.spawn("lines", move || {
                 let report = |hit| sender.send(Message::Watched(Finding::Line(hit))).is_ok();
-                if let Err(error) = lines::watch(files, &setup.config.rules, &turn, report) {
+                if let Err(error) =
+                    files.open().and_then(|files| lines::watch(files, &setup.config.rules, &turn, report))
+                {
                     tracing::error!(
                         "cannot watch the job's output, so rules for it apply only at the job's end: {error}"
                     );
@@ -323,8 +325,7 @@ impl Owner<'_> {
     }
 
     fn output_lengths(&self) -> [u64; 2] {
-        [&self.setup.output.stdout, &self.setup.output.stderr]
-            .map(|file| std::fs::metadata(file).map_or(0, |meta| meta.len()))
+        self.setup.output.lengths()
     }
 
     pub(super) fn watch_life(&mut self, job: &Job) {
@@ -543,7 +544,7 @@ impl Owner<'_> {
             _ => !self.machine.is_stopping(),
         };
         let lines = if rules.iter().any(|rule| rule.matches.log.is_some()) {
-            lines::last([&self.setup.output.stdout, &self.setup.output.stderr], self.watch.output.from)
+            self.setup.output.open().map_or_else(|_| Vec::new(), |files| lines::last(files, self.watch.output.from))
         } else {
             Vec::new()
         };

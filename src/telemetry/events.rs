@@ -4,12 +4,13 @@
 //! written at once and not synced: after a power cut the last lines may be missing, or one may be incomplete, which
 //! [`read`] skips. If it cannot be written, the job is still supervised, and the log says so once.
 //!
+//! Others may put anything in its place: nothing but a regular file below the store is opened, and nobody waits for one.
+//!
 //! Fields may be added to an event, and events to the list: readers ignore unknown ones ([`What::Unknown`]).
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, BufRead, BufReader, Seek, SeekFrom, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::{FileExt, MetadataExt};
 
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
@@ -19,6 +20,8 @@ use crate::published::GroupMember;
 use rekindle_base::Moved;
 use rekindle_base::cause::{Cause, Missing};
 use rekindle_base::notice::{Cloud, Kind};
+use rekindle_os::beneath::{Beneath, Unexpected};
+use rekindle_os::durable::Place;
 use rekindle_store::ImageId;
 use rekindle_store::manifest::{Phase, Reason};
 
@@ -370,7 +373,7 @@ pub enum What {
 /// The file that events are written to.
 #[derive(Debug)]
 pub struct Journal {
-    path: PathBuf,
+    path: Beneath,
     file: Option<File>,
     complained: bool,
 }
@@ -378,8 +381,17 @@ pub struct Journal {
 impl Journal {
     /// The journal in a job's log folder. It is opened with the first event.
     #[must_use]
-    pub fn in_folder(logs: &Path) -> Journal {
+    pub fn in_folder(logs: &Beneath) -> Journal {
         Journal { path: logs.join(FILE_NAME), file: None, complained: false }
+    }
+
+    /// Checks what is in the place of the journal, before a run begins.
+    ///
+    /// # Errors
+    /// When something else than a file of ours is there. A journal that cannot be opened for another reason is no error.
+    pub fn check(&self) -> Result<(), Unexpected> {
+        let found = self.path.read().err();
+        found.as_ref().and_then(Unexpected::in_error).map_or(Ok(()), |unexpected| Err(unexpected.clone()))
     }
 
     /// Writes an event.
@@ -409,22 +421,19 @@ impl Journal {
     }
 }
 
-fn open(path: &Path) -> io::Result<File> {
-    let options = || OpenOptions::new().append(true).create(true).read(true).mode(0o600).open(path);
-    let file = options()?;
+fn open(path: &Beneath) -> io::Result<File> {
+    let mut file = path.append(0o600)?;
     let length = file.metadata()?.size();
     if length > MAX_SIZE {
-        let mut older = path.as_os_str().to_owned();
-        older.push(".1");
-        std::fs::rename(path, older)?;
-        return options();
+        path.rename(&path.with_file_name(format!("{FILE_NAME}.1")))?;
+        return path.append(0o600);
     }
     if length > 0 {
         // An incomplete line, left by a power cut: the next line must not be lost with it.
         let mut last = [0];
-        std::os::unix::fs::FileExt::read_exact_at(&file, &mut last, length - 1)?;
+        file.read_exact_at(&mut last, length - 1)?;
         if last != *b"\n" {
-            (&file).write_all(b"\n")?;
+            file.write_all(b"\n")?;
         }
     }
     Ok(file)
@@ -434,10 +443,11 @@ fn open(path: &Path) -> io::Result<File> {
 ///
 /// # Errors
 /// When the file cannot be read.
-pub fn read(logs: &Path) -> io::Result<Vec<Event>> {
+pub fn read(logs: &(impl Place + ?Sized)) -> io::Result<Vec<Event>> {
+    let logs = logs.place()?;
     let mut events = Vec::new();
     for name in [format!("{FILE_NAME}.1"), FILE_NAME.into()] {
-        let file = match File::open(logs.join(name)) {
+        let file = match logs.join(name).read() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
             other => other?,
         };
@@ -452,8 +462,8 @@ pub fn read(logs: &Path) -> io::Result<Vec<Event>> {
 ///
 /// # Errors
 /// When the file cannot be read.
-pub fn newest(logs: &Path, bytes: u64) -> io::Result<Vec<Event>> {
-    let mut file = match File::open(logs.join(FILE_NAME)) {
+pub fn newest(logs: &Beneath, bytes: u64) -> io::Result<Vec<Event>> {
+    let mut file = match logs.join(FILE_NAME).read() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         other => other?,
     };
@@ -466,7 +476,15 @@ pub fn newest(logs: &Path, bytes: u64) -> io::Result<Vec<Event>> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::OpenOptions;
+    use std::os::unix::fs::symlink;
+    use std::path::Path;
+
     use super::*;
+
+    fn journal(logs: &Path) -> Journal {
+        Journal::in_folder(&Beneath::at(logs).unwrap())
+    }
 
     fn began(reason: Reason) -> Event {
         Event::now("run", What::SnapshotBegan { reason })
@@ -477,11 +495,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(read(dir.path()).unwrap(), []);
         let (first, second) = (began(Reason::Interval), began(Reason::Final));
-        Journal::in_folder(dir.path()).append(&first);
+        journal(dir.path()).append(&first);
         let path = dir.path().join(FILE_NAME);
         // A supervisor, or the machine, ended in the middle of a line.
         OpenOptions::new().append(true).open(&path).unwrap().write_all(b"{\"version\":1,\"ti").unwrap();
-        Journal::in_folder(dir.path()).append(&second);
+        journal(dir.path()).append(&second);
         assert_eq!(read(dir.path()).unwrap(), [first, second]);
         assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
     }
@@ -500,9 +518,9 @@ mod tests {
     fn a_journal_that_grew_too_long_is_moved_once() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(FILE_NAME);
-        Journal::in_folder(dir.path()).append(&began(Reason::Interval));
+        journal(dir.path()).append(&began(Reason::Interval));
         OpenOptions::new().append(true).open(&path).unwrap().set_len(MAX_SIZE + 1).unwrap();
-        Journal::in_folder(dir.path()).append(&began(Reason::Final));
+        journal(dir.path()).append(&began(Reason::Final));
         assert_eq!(read(dir.path()).unwrap().len(), 2);
         assert!(std::fs::metadata(&path).unwrap().size() < 1000);
     }
@@ -511,7 +529,7 @@ mod tests {
     fn a_journal_that_grows_too_long_in_one_run_is_moved_too() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(FILE_NAME);
-        let mut journal = Journal::in_folder(dir.path());
+        let mut journal = journal(dir.path());
         journal.append(&began(Reason::Interval));
         OpenOptions::new().append(true).open(&path).unwrap().set_len(MAX_SIZE + 1).unwrap();
         journal.append(&began(Reason::Final));
@@ -522,8 +540,74 @@ mod tests {
 
     #[test]
     fn a_folder_that_can_not_be_written_harms_nobody() {
-        let mut journal = Journal::in_folder(Path::new("/proc/nowhere"));
+        let mut journal = journal(Path::new("/proc/nowhere"));
         journal.append(&began(Reason::Interval));
         assert!(journal.complained);
+    }
+
+    #[test]
+    fn what_others_put_in_the_place_of_the_journal_is_not_opened() {
+        let dir = tempfile::tempdir().unwrap();
+        let (logs, secret) = (dir.path().join("log"), dir.path().join("secret"));
+        std::fs::create_dir(&logs).unwrap();
+        std::fs::write(&secret, "root's").unwrap();
+        let path = logs.join(FILE_NAME);
+        let event = began(Reason::Interval);
+        let refused = |what: &str| {
+            let mut journal = journal(&logs);
+            journal.append(&event);
+            assert!(journal.complained && journal.file.is_none(), "{what}");
+            let (check, read) = (journal.check().unwrap_err(), read(&logs).unwrap_err());
+            assert_eq!(Some(&check), Unexpected::in_error(&read));
+            assert!(check.to_string().ends_with(&format!("log/{FILE_NAME} is {what}, and should be a regular file")));
+            assert!(newest(&Beneath::at(&logs).unwrap(), 100).is_err());
+        };
+        assert_eq!(journal(&logs).check(), Ok(()), "there is none yet");
+        symlink(&secret, &path).unwrap();
+        refused("a symbolic link");
+        std::fs::remove_file(&path).unwrap();
+        // Nobody opens the other end, ever.
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        refused("a FIFO");
+        std::fs::remove_file(&path).unwrap();
+        std::fs::hard_link(&secret, &path).unwrap();
+        assert_eq!(journal(&logs).check(), Ok(()));
+        journal(&logs).append(&event);
+        assert_eq!(read(&logs).unwrap(), [event]);
+        assert_eq!(std::fs::read(&secret).unwrap(), b"root's");
+        std::fs::rename(&logs, dir.path().join("moved")).unwrap();
+        symlink("moved", &logs).unwrap();
+        assert!(
+            journal(&logs).check().unwrap_err().to_string().ends_with("log is a symbolic link, and should be a folder")
+        );
+    }
+
+    #[test]
+    fn a_journal_that_is_exchanged_meanwhile_harms_nobody() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, secret) = (dir.path().join(FILE_NAME), dir.path().join("secret"));
+        std::fs::write(&secret, "root's").unwrap();
+        let mut journal = journal(dir.path());
+        journal.append(&began(Reason::Interval));
+        let moved = dir.path().join("moved");
+        std::fs::rename(&path, &moved).unwrap();
+        symlink(&secret, &path).unwrap();
+        journal.append(&began(Reason::Final));
+        assert_eq!(std::fs::read_to_string(&moved).unwrap().lines().count(), 2, "the open one is used");
+        assert!(!journal.complained);
+        OpenOptions::new().append(true).open(&moved).unwrap().set_len(MAX_SIZE + 1).unwrap();
+        for _ in 0..2 {
+            journal.append(&began(Reason::Request));
+        }
+        assert!(journal.complained);
+        assert_eq!(std::fs::read(&secret).unwrap(), b"root's");
+        std::fs::remove_file(&path).unwrap();
+        journal.append(&began(Reason::Signal));
+        assert_eq!(read(dir.path()).unwrap(), [began_like(&read(dir.path()).unwrap(), Reason::Signal)]);
+    }
+
+    /// The only event, which has this reason.
+    fn began_like(events: &[Event], reason: Reason) -> Event {
+        Event { time: events[0].time, ..began(reason) }
     }
 }

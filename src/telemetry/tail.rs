@@ -3,14 +3,14 @@
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
 
 use super::events::{Event, FILE_NAME};
+use rekindle_os::beneath::Beneath;
 
 /// The position in a job's journal.
 #[derive(Debug)]
 pub(crate) struct Tail {
-    logs: PathBuf,
+    logs: Beneath,
     file: Option<File>,
     /// The beginning of an incomplete line.
     partial: Vec<u8>,
@@ -20,8 +20,8 @@ pub(crate) struct Tail {
 impl Tail {
     /// Starts at the beginning of the journal in a job's log folder.
     #[must_use]
-    pub(crate) fn of(logs: &Path) -> Tail {
-        Tail { logs: logs.to_owned(), file: None, partial: Vec::new(), began: false }
+    pub(crate) fn of(logs: &Beneath) -> Tail {
+        Tail { logs: logs.clone(), file: None, partial: Vec::new(), began: false }
     }
 
     /// The events since the last call, oldest first. Lines that cannot be parsed are skipped.
@@ -59,8 +59,8 @@ impl Tail {
     }
 }
 
-fn open(path: &Path) -> io::Result<Option<File>> {
-    match File::open(path) {
+fn open(path: &Beneath) -> io::Result<Option<File>> {
+    match path.read() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         other => other.map(Some),
     }
@@ -92,10 +92,10 @@ mod tests {
             let mut file = OpenOptions::new().append(true).create(true).open(&path).unwrap();
             file.write_all(text.as_bytes()).unwrap();
         };
-        let mut tail = Tail::of(dir.path());
+        let mut tail = Tail::of(&Beneath::at(dir.path()).unwrap());
         assert!(runs(&mut tail).is_empty());
         fs::write(&older, line("0")).unwrap();
-        let mut tail = Tail::of(dir.path());
+        let mut tail = Tail::of(&Beneath::at(dir.path()).unwrap());
         append(&line("1"));
         assert_eq!(runs(&mut tail), ["0", "1"]);
         let (begin, end) = (line("2")[..20].to_owned(), line("2")[20..].to_owned());
@@ -110,5 +110,14 @@ mod tests {
         append(&line("5"));
         assert_eq!(runs(&mut tail), ["4", "5"]);
         assert!(runs(&mut tail).is_empty());
+        // Others have put a link there: what it leads to is not shown.
+        fs::rename(&path, dir.path().join("moved")).unwrap();
+        std::os::unix::fs::symlink("moved", &path).unwrap();
+        append(&line("6"));
+        let error = tail.more().unwrap_err();
+        assert!(
+            error.to_string().ends_with("events.jsonl is a symbolic link, and should be a regular file"),
+            "{error}"
+        );
     }
 }

@@ -18,6 +18,7 @@ use super::stacks;
 use crate::config::Watch;
 use rekindle_base::cause::Missing;
 use rekindle_engine::launch::output;
+use rekindle_os::beneath::Beneath;
 use rekindle_os::process;
 
 /// If a wait took so much longer than planned, this process was stopped.
@@ -61,11 +62,11 @@ pub(crate) enum Finding {
 pub(crate) struct HangDetector {
     clocks: Vec<(Missing, Clock)>,
     silence: Option<Clock>,
-    files: [PathBuf; 2],
+    files: output::Files,
     /// Counts the job's WATCHDOG=1.
     beats: Arc<AtomicU64>,
     /// The job's log folder.
-    logs: PathBuf,
+    logs: Beneath,
     pause: Duration,
     /// Whether the clocks count.
     going: bool,
@@ -92,7 +93,7 @@ impl HangDetector {
     pub(crate) fn new(
         watch: &Watch,
         files: &output::Files,
-        logs: PathBuf,
+        logs: Beneath,
         beats: Arc<AtomicU64>,
     ) -> Option<HangDetector> {
         let wanted = [
@@ -107,7 +108,7 @@ impl HangDetector {
         // A tenth of a limit is precise enough; a silence alone is not urgent.
         let longest = Duration::from_secs(if clocks.is_empty() { 60 } else { 10 });
         let pause = (shortest / 10).clamp(Duration::from_millis(20), longest);
-        let files = [files.stdout.clone(), files.stderr.clone()];
+        let files = files.clone();
         let (seen, gpu) = (Seen::default(), GpuWork::default());
         let (going, unseen) = (false, (0, Vec::new()));
         Some(HangDetector { clocks, silence, files, beats, logs, pause, going, life: 0, root: None, seen, gpu, unseen })
@@ -192,7 +193,7 @@ impl HangDetector {
     }
 
     fn lengths(&self) -> [u64; 2] {
-        self.files.each_ref().map(|file| std::fs::metadata(file).map_or(0, |meta| meta.len()))
+        self.files.lengths()
     }
 
     fn watches(&self, wanted: Missing) -> bool {
@@ -286,7 +287,7 @@ mod tests {
         let files = output::Files::create(folder, output::Bounds::default()).unwrap();
         let watch =
             Watch { no_output_for: Patience::For(10 * SECOND), log_silence_after: Patience::Off, ..Watch::default() };
-        HangDetector::new(&watch, &files, folder.into(), Arc::default()).unwrap()
+        HangDetector::new(&watch, &files, Beneath::at(folder).unwrap(), Arc::default()).unwrap()
     }
 
     #[test]
@@ -314,7 +315,7 @@ mod tests {
         assert_eq!(found.take(), [(1, Missing::Output, 12 * SECOND)]);
         // If it prints after the snapshot, it did not hang.
         detector.obey(Order::Unheard(Missing::Output), start + 62 * SECOND, &report);
-        std::fs::write(&detector.files[0], "goes on").unwrap();
+        std::fs::write(&detector.files.stdout, "goes on").unwrap();
         detector.look(start + 63 * SECOND, &report);
         assert!(found.borrow().is_empty());
     }
@@ -326,7 +327,7 @@ mod tests {
         let (start, found) = (Instant::now(), RefCell::new(Vec::new()));
         let report = |_, finding| found.borrow_mut().push(finding);
         let at = |seconds| start + seconds * SECOND;
-        let output = detector.files[0].clone();
+        let output = detector.files.stdout.clone();
         let prints = || std::fs::write(&output, format!("{}.", std::fs::read_to_string(&output).unwrap())).unwrap();
         detector.obey(Order::Life(1, i32::MAX), start, &report);
         detector.obey(Order::Go(1), start, &report);
@@ -388,7 +389,8 @@ mod tests {
     fn nothing_is_watched_where_nothing_is_asked_for() {
         let dir = tempfile::tempdir().unwrap();
         let files = output::Files::create(dir.path(), output::Bounds::default()).unwrap();
-        let detector = |watch: &Watch| HangDetector::new(watch, &files, dir.path().into(), Arc::default());
+        let detector =
+            |watch: &Watch| HangDetector::new(watch, &files, Beneath::at(dir.path()).unwrap(), Arc::default());
         let off = Watch { log_silence_after: Patience::Off, ..Watch::default() };
         assert!(detector(&off).is_none());
         assert_eq!(detector(&Watch::default()).unwrap().pause, Duration::from_secs(60));

@@ -9,7 +9,6 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -17,6 +16,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 
 use crate::config::{Match, Rule};
+use rekindle_os::beneath;
 
 /// Pause between two reads.
 const REST: Duration = Duration::from_millis(50);
@@ -61,7 +61,12 @@ pub(crate) struct Hit {
 ///
 /// # Errors
 /// When the files cannot be watched.
-pub(crate) fn watch(files: [PathBuf; 2], rules: &[Rule], turn: &Turn, report: impl Fn(Hit) -> bool) -> io::Result<()> {
+pub(crate) fn watch(
+    files: [Arc<File>; 2],
+    rules: &[Rule],
+    turn: &Turn,
+    report: impl Fn(Hit) -> bool,
+) -> io::Result<()> {
     let rules: Vec<(usize, Match)> = rules
         .iter()
         .enumerate()
@@ -73,9 +78,9 @@ pub(crate) fn watch(files: [PathBuf; 2], rules: &[Rule], turn: &Turn, report: im
     }
     let watch = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
     for file in &files {
-        watch.add_watch(file, AddWatchFlags::IN_MODIFY)?;
+        watch.add_watch(beneath::own(&**file).as_str(), AddWatchFlags::IN_MODIFY)?;
     }
-    let mut tails = [Tail::open(&files[0])?, Tail::open(&files[1])?];
+    let mut tails = files.map(Tail::of);
     let (mut life, mut told) = (0, BTreeSet::new());
     loop {
         let (now, from) = turn.get();
@@ -110,10 +115,10 @@ pub(crate) fn shown(line: &[u8]) -> String {
 
 /// The last lines that a life wrote to both files; it began at these lengths.
 #[must_use]
-pub(crate) fn last(files: [&Path; 2], from: [u64; 2]) -> Vec<Vec<u8>> {
+pub(crate) fn last(files: [Arc<File>; 2], from: [u64; 2]) -> Vec<Vec<u8>> {
     let mut all = Vec::new();
     for (file, from) in files.into_iter().zip(from) {
-        let Ok(mut tail) = Tail::open(file) else { continue };
+        let mut tail = Tail::of(file);
         // A shorter file was rotated in this life.
         let length = tail.length();
         let from = if from <= length { from } else { 0 };
@@ -129,7 +134,7 @@ pub(crate) fn last(files: [&Path; 2], from: [u64; 2]) -> Vec<Vec<u8>> {
 
 #[derive(Debug)]
 struct Tail {
-    file: File,
+    file: Arc<File>,
     at: u64,
     /// The beginning of an incomplete line.
     rest: Vec<u8>,
@@ -138,8 +143,8 @@ struct Tail {
 }
 
 impl Tail {
-    fn open(path: &Path) -> io::Result<Tail> {
-        Ok(Tail { file: File::open(path)?, at: 0, rest: Vec::new(), returned: false })
+    fn of(file: Arc<File>) -> Tail {
+        Tail { file, at: 0, rest: Vec::new(), returned: false }
     }
 
     fn length(&self) -> u64 {
@@ -188,10 +193,15 @@ impl Tail {
 mod tests {
     use std::fs::OpenOptions;
     use std::io::Write;
+    use std::path::Path;
     use std::sync::mpsc;
 
     use super::*;
     use crate::config::RuleAction;
+
+    fn open(path: &Path) -> Arc<File> {
+        Arc::new(File::open(path).unwrap())
+    }
 
     fn texts(lines: Vec<Vec<u8>>) -> Vec<String> {
         lines.into_iter().map(|line| String::from_utf8(line).unwrap()).collect()
@@ -206,7 +216,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("log");
         std::fs::write(&path, "old\n").unwrap();
-        let mut tail = Tail::open(&path).unwrap();
+        let mut tail = Tail::of(open(&path));
         tail.begin(4);
         let mut writer = OpenOptions::new().append(true).open(&path).unwrap();
         write!(writer, "one\ntw").unwrap();
@@ -242,11 +252,10 @@ mod tests {
         let (out, err) = (dir.path().join("out"), dir.path().join("err"));
         std::fs::write(&out, "before\nduring\nno end").unwrap();
         std::fs::write(&err, "short\n").unwrap();
-        assert_eq!(texts(last([&out, &err], [7, 99])), ["during", "no end", "short"]);
+        assert_eq!(texts(last([open(&out), open(&err)], [7, 99])), ["during", "no end", "short"]);
         std::fs::write(&out, (0..999).map(|n| format!("{n}\n")).collect::<String>()).unwrap();
-        let lines = texts(last([&out, &err], [0, 6]));
+        let lines = texts(last([open(&out), open(&err)], [0, 6]));
         assert_eq!((lines.len(), lines[0].as_str(), lines[199].as_str()), (LAST, "799", "998"));
-        assert!(last([&dir.path().join("none"), &err], [0, 6]).is_empty());
     }
 
     #[test]
@@ -259,8 +268,8 @@ mod tests {
         let turn = Turn::default();
         turn.set(1, [9, 0]);
         let (sender, hits) = mpsc::channel();
-        let (paths, thread_turn) = (files.clone(), turn.clone());
-        std::thread::spawn(move || watch(paths, &rules, &thread_turn, |hit| sender.send(hit).is_ok()).unwrap());
+        let (opened, thread_turn) = ([open(&files[0]), open(&files[1])], turn.clone());
+        std::thread::spawn(move || watch(opened, &rules, &thread_turn, |hit| sender.send(hit).is_ok()).unwrap());
         let mut writer = OpenOptions::new().append(true).open(&files[0]).unwrap();
         // Wait until the thread watches.
         let first = loop {

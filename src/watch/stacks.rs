@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 
 use rekindle_base::cause::Missing;
 use rekindle_engine::launch::find_program;
+use rekindle_os::beneath::Beneath;
 use rekindle_os::process;
 use rekindle_os::spawn::Spawn;
 
@@ -36,7 +37,7 @@ const TOOLS_TIME: Duration = Duration::from_secs(20);
 const TASKS: usize = 512;
 
 /// Writes the stacks of the processes of the tree. Returns the file; `None` if it cannot be written.
-pub(crate) fn keep(root: i32, logs: &Path, what: Missing, idle: Duration) -> Option<PathBuf> {
+pub(crate) fn keep(root: i32, logs: &Beneath, what: Missing, idle: Duration) -> Option<PathBuf> {
     let path = logs.join(format!("stacks-{}.txt", newest(logs).map_or(1, |n| n.saturating_add(1))));
     let mut text = capture(root, what, idle);
     let end = (0..=LARGEST.min(text.len())).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
@@ -46,29 +47,25 @@ pub(crate) fn keep(root: i32, logs: &Path, what: Missing, idle: Duration) -> Opt
         return None;
     }
     remove_old(logs);
-    Some(path)
+    Some(path.path().to_owned())
 }
 
-fn numbers(logs: &Path) -> Vec<u32> {
-    let names = std::fs::read_dir(logs)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .filter_map(|entry| entry.file_name().into_string().ok());
+fn numbers(logs: &Beneath) -> Vec<u32> {
+    let names = logs.list().into_iter().flatten().filter_map(|name| name.into_string().ok());
     let number = |name: String| name.strip_prefix("stacks-")?.strip_suffix(".txt")?.parse().ok();
     let mut numbers: Vec<u32> = names.filter_map(number).collect();
     numbers.sort_unstable();
     numbers
 }
 
-fn newest(logs: &Path) -> Option<u32> {
+fn newest(logs: &Beneath) -> Option<u32> {
     numbers(logs).last().copied()
 }
 
-fn remove_old(logs: &Path) {
+fn remove_old(logs: &Beneath) {
     let numbers = numbers(logs);
     for number in numbers.iter().rev().skip(KEPT) {
-        let _ = std::fs::remove_file(logs.join(format!("stacks-{number}.txt")));
+        let _ = logs.join(format!("stacks-{number}.txt")).remove_file();
     }
 }
 
@@ -224,6 +221,7 @@ mod tests {
     #[test]
     fn the_newest_files_are_kept_and_numbers_go_on() {
         let dir = tempfile::tempdir().unwrap();
+        let logs = Beneath::at(dir.path()).unwrap();
         std::fs::write(dir.path().join("stacks-x.txt"), "another's").unwrap();
         let mut root = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let pid = root.id().cast_signed();
@@ -236,10 +234,10 @@ mod tests {
         }
         for n in 1..=7 {
             // No tool is run on a root.
-            let path = keep(pid, dir.path(), Missing::Output, Duration::from_millis(2500)).unwrap();
+            let path = keep(pid, &logs, Missing::Output, Duration::from_millis(2500)).unwrap();
             assert_eq!(path, dir.path().join(format!("stacks-{n}.txt")));
         }
-        assert_eq!(numbers(dir.path()), [3, 4, 5, 6, 7]);
+        assert_eq!(numbers(&logs), [3, 4, 5, 6, 7]);
         let text = std::fs::read_to_string(dir.path().join("stacks-7.txt")).unwrap();
         assert!(text.contains("it printed nothing for 2s 500ms") && text.contains("state S"), "{text}");
         root.kill().unwrap();

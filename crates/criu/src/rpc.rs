@@ -66,6 +66,8 @@ pub struct Instead {
     pub then: PathBuf,
     /// Its present path, as the restored tree sees it.
     pub now: PathBuf,
+    /// Its device and inode: CRIU does not start if something else is there.
+    pub is: (u64, u64),
 }
 
 /// Options of a restore.
@@ -385,7 +387,7 @@ impl<'a> Run<'a> {
             .map_err(talk("socketpair"))?;
         let (log, log_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(talk("pipe"))?;
         let log = Reader::start(log).map_err(|source| RunError::Talk { what: "log thread", source })?;
-        let null = |fd, flags| Open { fd, path: CString::from(c"/dev/null"), flags };
+        let null = |fd, flags| Open { fd, path: CString::from(c"/dev/null"), flags, expect: None };
         let work: PathBuf = place.work.into();
         // Without `-L` CRIU loads the plugins of its distribution. One of them checkpoints CUDA processes itself.
         let plugins = plugin.map_or(place.work, |plugin| plugin.folder);
@@ -411,7 +413,7 @@ impl<'a> Run<'a> {
                 let mut spawn = spawn.fd(log_end, 2).fd(theirs, 3).session();
                 for (fd, file) in (FIRST_FILE..).zip(files) {
                     let flags = libc::O_WRONLY | libc::O_APPEND;
-                    spawn = spawn.open(Open { fd, path: spawn::c_string(&file.now)?, flags });
+                    spawn = spawn.open(Open { fd, path: spawn::c_string(&file.now)?, flags, expect: Some(file.is) });
                 }
                 match place.init {
                     // Pids of the job begin far above.

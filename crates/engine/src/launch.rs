@@ -31,6 +31,7 @@ use std::time::{Duration, Instant};
 use group::undelivered::{self, Undelivered};
 use identity::Identity;
 use rekindle_cuda::nccl::Ranks;
+use rekindle_os::beneath::Beneath;
 use rekindle_os::spawn::{self, Child, Open, Spawn};
 use rekindle_os::stopped::StoppedProcesses;
 use rekindle_os::{process, rights};
@@ -345,6 +346,9 @@ pub enum Error {
         /// The kernel's answer.
         why: io::Error,
     },
+    /// Its output cannot be written.
+    #[error(transparent)]
+    Output(#[from] output::Error),
     /// The reaper did not start.
     #[error("cannot start the job")]
     Spawn(#[from] spawn::Error),
@@ -376,9 +380,11 @@ pub fn start(world: &World, reaper: &Path, spec: &JobSpec, log: &output::Files) 
     args.extend([spec.stdin.clone().into(), spec.program.clone().into(), "--".into()]);
     args.extend(spec.command.iter().cloned());
 
-    let append = libc::O_WRONLY | libc::O_APPEND | libc::O_CREAT;
-    let file =
-        |fd, path: &Path, flags| -> Result<Open, spawn::Error> { Ok(Open { fd, path: spawn::c_string(path)?, flags }) };
+    let [out, err] = log.identities()?;
+    let file = |fd, path: &Path, flags, expect| -> Result<Open, spawn::Error> {
+        Ok(Open { fd, path: spawn::c_string(path)?, flags, expect })
+    };
+    let append = |fd, path: &Beneath, is| file(fd, path.path(), libc::O_WRONLY | libc::O_APPEND, Some(is));
     let mut spawn = Spawn::new(reaper, args)?
         .environment(&spec.environment)?
         .world(world.entrance().map_err(Error::World)?)
@@ -387,9 +393,9 @@ pub fn start(world: &World, reaper: &Path, spec: &JobSpec, log: &output::Files) 
         .signals_blocked()
         .directory(&spec.directory)?
         // The job opens its own, as its user.
-        .open(file(0, Path::new("/dev/null"), libc::O_RDONLY)?)
-        .open(file(1, &log.stdout, append)?)
-        .open(file(2, &log.stderr, append)?);
+        .open(file(0, Path::new("/dev/null"), libc::O_RDONLY, None)?)
+        .open(append(1, &log.stdout, out)?)
+        .open(append(2, &log.stderr, err)?);
     if let Some(user) = spec.user() {
         spawn = spawn.directory_of(user.uid, user.gid, &user.groups).map_err(Error::User)?;
     }

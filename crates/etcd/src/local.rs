@@ -220,7 +220,7 @@ impl Keeper {
             // etcd also reads settings from ETCD_... variables. A session of its own: Ctrl-C is for the supervisor.
             let spawn =
                 spawn.environment::<&str, &str>([])?.directory(&own(&self.inside))?.session().no_new_privileges();
-            let null = Open { fd: 0, path: c"/dev/null".into(), flags: libc::O_RDONLY };
+            let null = Open { fd: 0, path: c"/dev/null".into(), flags: libc::O_RDONLY, expect: None };
             Ok(spawn.open(null).fd(copy, 1).fd(log, 2).umask(0o077).dies_with_us())
         });
         let spawn = spawn.map_err(|error| failed(&error))?;

@@ -637,8 +637,10 @@ fn reopen(found: &File, options: &mut fs::OpenOptions) -> io::Result<File> {
     options.custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(own(found))
 }
 
-/// The name of a descriptor of ours. It is a magic link, and safe: nobody else chooses where it leads.
-fn own(file: &File) -> String {
+/// The name of a descriptor of ours, for calls that take a path (inotify(7)). It is a magic link, and safe: nobody else
+/// chooses where it leads.
+#[must_use]
+pub fn own(file: &impl AsRawFd) -> String {
     format!("/proc/self/fd/{}", file.as_raw_fd())
 }
 

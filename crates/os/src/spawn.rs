@@ -43,6 +43,9 @@ pub struct Open {
     pub path: CString,
     /// Flags of open(2).
     pub flags: i32,
+    /// Device and inode of the regular file that must be there, where others can change the folder: otherwise the child
+    /// does not start. No link on the way is followed then.
+    pub expect: Option<(u64, u64)>,
 }
 
 /// What to start, and where.

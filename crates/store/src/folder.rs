@@ -43,7 +43,9 @@ impl JobFolder {
     pub(super) fn create(name: JobName, dir: Beneath, trust: &Trust) -> Result<JobFolder> {
         make_folder(dir.path())?;
         let folder = JobFolder::existing(name, dir, trust)?;
-        for path in [folder.images_dir(), folder.log_dir(), folder.bin_dir(), folder.packs().dir().to_owned()] {
+        for path in
+            [folder.images_dir(), folder.log_dir().path().to_owned(), folder.bin_dir(), folder.packs().dir().to_owned()]
+        {
             make_folder(&path)?;
         }
         Ok(folder)
@@ -89,8 +91,8 @@ impl JobFolder {
 
     /// The folder for the output of the job.
     #[must_use]
-    pub fn log_dir(&self) -> PathBuf {
-        self.path().join("log")
+    pub fn log_dir(&self) -> Beneath {
+        self.dir.join("log")
     }
 
     /// The folder for rekindle's files that the job runs or maps.
@@ -129,8 +131,8 @@ impl JobFolder {
 
     /// The file in which the supervisor publishes its state.
     #[must_use]
-    pub fn state_file(&self) -> PathBuf {
-        self.path().join("state.json")
+    pub fn state_file(&self) -> Beneath {
+        self.dir.join("state.json")
     }
 
     /// Takes the lock for writing.

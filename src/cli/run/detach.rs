@@ -7,10 +7,9 @@
 //! writes to the caller's standard error; from then on to `log/supervisor.log` in that folder. If it ends before the
 //! job runs, the caller shows what it wrote there, and ends with its exit code.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::fd::AsFd;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -30,6 +29,7 @@ use crate::cli::output::{Format, print_json, print_text};
 use crate::cli::{Exit, Global, progress};
 use crate::published::Published;
 use crate::telemetry::{clean, log};
+use rekindle_os::beneath::{Beneath, Owners};
 use rekindle_os::detach;
 use rekindle_store::{JobFolder, JobName};
 
@@ -74,10 +74,7 @@ impl Caller {
     pub(super) fn leave(mut self, folder: &JobFolder, most: u64) -> anyhow::Result<()> {
         let path = folder.log_dir().join(LOG);
         let redirect = || -> io::Result<u64> {
-            if fs::metadata(&path).is_ok_and(|log| log.len() > most) {
-                fs::rename(&path, folder.log_dir().join(format!("{LOG}.1")))?;
-            }
-            let file = File::options().append(true).create(true).mode(0o600).open(&path)?;
+            let file = open(&path, most)?;
             let from = file.metadata()?.len();
             // What was logged so far is for the caller.
             log::flush();
@@ -85,11 +82,33 @@ impl Caller {
             Ok(from)
         };
         let from = redirect().with_context(|| format!("cannot write the supervisor's log {}", path.display()))?;
-        let before = published(folder.path()).map(|before| before.begun);
-        let settled = Settled { job: folder.name().clone(), folder: folder.path().to_owned(), log: path, from, before };
+        let before = published(folder.dir()).map(|before| before.begun);
+        let settled = Settled {
+            job: folder.name().clone(),
+            folder: folder.path().to_owned(),
+            log: path.path().to_owned(),
+            from,
+            before,
+        };
         // A caller that is gone needs no answer.
         let _ = self.0.write_all(&serde_json::to_vec(&settled)?);
         Ok(())
+    }
+}
+
+/// Opens the supervisor's log for appending. If it has more than `most` bytes, it makes room for a new one.
+fn open(path: &Beneath, most: u64) -> io::Result<File> {
+    if path.metadata().is_ok_and(|log| log.is_file() && log.len() > most) {
+        path.rename(&path.with_file_name(format!("{LOG}.1")))?;
+    }
+    path.append(0o600)
+}
+
+impl Settled {
+    /// The job's folder, below the store.
+    fn place(&self) -> io::Result<Beneath> {
+        let store = self.folder.parent().ok_or(io::ErrorKind::InvalidInput)?;
+        Ok(Beneath::root(store, Owners::Ours)?.join(self.folder.file_name().unwrap_or_default()))
     }
 }
 
@@ -165,13 +184,13 @@ enum Outcome {
 
 /// The pid of the job's process, if it has one under this supervisor.
 fn runs(settled: &Settled, supervisor: Pid) -> Option<i32> {
-    let published = published(&settled.folder)?;
+    let published = published(&settled.place().ok()?)?;
     let is_its = published.supervisor.cast_signed() == supervisor.as_raw() && Some(published.begun) != settled.before;
     published.pid.filter(|_| is_its)
 }
 
 /// What the last supervisor of this job has published.
-fn published(folder: &Path) -> Option<Published> {
+fn published(folder: &Beneath) -> Option<Published> {
     Published::read(&folder.join("state.json")).ok()
 }
 
@@ -194,7 +213,7 @@ fn said(global: &Global, settled: &Settled, supervisor: Pid, pid: i32) -> anyhow
 
 /// Shows what the supervisor wrote to its log.
 fn show_log(settled: &Settled) -> io::Result<()> {
-    let mut file = File::open(&settled.log)?;
+    let mut file = settled.place()?.join("log").join(LOG).read()?;
     file.seek(SeekFrom::Start(settled.from))?;
     let mut bytes = Vec::new();
     file.read_to_end(&mut bytes)?;
@@ -223,7 +242,7 @@ mod tests {
                 r#"{{"version":1,"state":"running","since":"{begun}","begun":"{begun}","supervisor":7,"lineage":"l",
                 "pid":8,"restarts":0,"last_image":null,"last_freeze_us":null,"last_failure":null}}"#
             );
-            fs::write(dir.path().join("state.json"), text).unwrap();
+            std::fs::write(dir.path().join("state.json"), text).unwrap();
         };
         let settled = |before| Settled {
             job: "j".parse().unwrap(),
@@ -232,16 +251,56 @@ mod tests {
             from: 0,
             before,
         };
-        let none = settled(published(dir.path()).map(|before| before.begun));
+        let none = settled(published(&Beneath::at(dir.path()).unwrap()).map(|before| before.begun));
         assert_eq!(runs(&none, Pid::from_raw(7)), None);
         // Killed while its job ran, in a container: the next supervisor has the same pid.
         publish("2026-11-21T20:00:00Z");
-        let after = settled(published(dir.path()).map(|before| before.begun));
+        let after = settled(published(&Beneath::at(dir.path()).unwrap()).map(|before| before.begun));
         assert_eq!(runs(&after, Pid::from_raw(7)), None);
         // The clock may have been set back since.
         publish("2026-11-21T19:00:00Z");
         assert_eq!(runs(&after, Pid::from_raw(7)), Some(8));
         assert_eq!(runs(&none, Pid::from_raw(7)), Some(8));
         assert_eq!(runs(&after, Pid::from_raw(9)), None, "another supervisor");
+    }
+
+    #[test]
+    fn what_others_put_in_the_place_of_the_log_is_not_written_to() {
+        use rekindle_os::beneath::Unexpected;
+        let dir = tempfile::tempdir().unwrap();
+        let (logs, secret) = (dir.path().join("store/j/log"), dir.path().join("secret"));
+        std::fs::create_dir_all(&logs).unwrap();
+        std::fs::write(&secret, "root's").unwrap();
+        let settled = Settled {
+            job: "j".parse().unwrap(),
+            folder: dir.path().join("store/j"),
+            log: logs.join(LOG),
+            from: 0,
+            before: None,
+        };
+        let log = || settled.place().unwrap().join("log").join(LOG);
+        open(&log(), 3).unwrap().write_all(b"long").unwrap();
+        open(&log(), 3).unwrap().write_all(b"new").unwrap();
+        assert_eq!(std::fs::read_to_string(logs.join("supervisor.log.1")).unwrap(), "long");
+        assert_eq!(std::fs::read_to_string(&settled.log).unwrap(), "new");
+        let refused = || {
+            for error in [open(&log(), 3).unwrap_err(), show_log(&settled).unwrap_err()] {
+                assert!(Unexpected::in_error(&error).is_some(), "{error}");
+            }
+        };
+        std::fs::remove_file(&settled.log).unwrap();
+        std::os::unix::fs::symlink(&secret, &settled.log).unwrap();
+        refused();
+        std::fs::remove_file(&settled.log).unwrap();
+        // Nobody opens the other end, ever.
+        nix::unistd::mkfifo(&settled.log, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        refused();
+        std::fs::remove_file(&settled.log).unwrap();
+        std::fs::hard_link(&secret, &settled.log).unwrap();
+        open(&log(), 100).unwrap().write_all(b" and more").unwrap();
+        std::fs::rename(&logs, dir.path().join("moved")).unwrap();
+        std::os::unix::fs::symlink("../../moved", &logs).unwrap();
+        refused();
+        assert_eq!(std::fs::read_to_string(&secret).unwrap(), "root's");
     }
 }

@@ -8,6 +8,7 @@ use crate::published::{GroupMember, JobState, ShownState};
 use crate::report::at;
 use crate::report::model::Facts;
 use crate::telemetry::events::{self, Event, Journal, What};
+use rekindle_os::beneath::Beneath;
 use rekindle_store::ImageId;
 use rekindle_store::manifest::{Phase, Reason};
 
@@ -61,7 +62,7 @@ fn facts() -> Facts {
 #[test]
 fn ten_thousand_snapshots_make_a_page_of_some_hundred_kilobytes_in_no_time() {
     let dir = tempfile::tempdir().unwrap();
-    let mut written = Journal::in_folder(dir.path());
+    let mut written = Journal::in_folder(&Beneath::at(dir.path()).unwrap());
     journal(10_000).iter().for_each(|event| written.append(event));
     // Of the processor: other tests run on it, too.
     let used = || Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap());

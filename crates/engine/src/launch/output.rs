@@ -13,6 +13,9 @@
 //! follower is told about each cut and rotation, because it can be far behind: from the length of a file alone it could
 //! not see that the file was cut and has grown again beyond the follower's position.
 //!
+//! Others may put anything in the store, at any time. So the files are opened once, below it ([`Beneath`]), and all work is
+//! done with that descriptor; a job gets a file by its path only if it is still this one ([`Files::identities`]).
+//!
 //! The job can do anything with its descriptor, for example make the file longer than any disk. So holes are never
 //! copied and never shown, and rotated files are bounded in size and number ([`Bounds`]).
 
@@ -21,16 +24,17 @@ mod follow;
 mod rotate;
 
 use std::collections::VecDeque;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 pub(crate) use cut::Kept;
 pub use follow::Follower;
-use rekindle_os::durable;
+use rekindle_os::beneath::Beneath;
+use rekindle_os::durable::{self, Place};
 use rekindle_os::sparse;
 pub use rotate::Rotation;
 pub(super) use rotate::is_being_rotated;
@@ -39,9 +43,9 @@ pub(super) use rotate::is_being_rotated;
 #[derive(Debug, Clone)]
 pub struct Files {
     /// Standard output.
-    pub stdout: PathBuf,
+    pub stdout: Beneath,
     /// Standard error.
-    pub stderr: PathBuf,
+    pub stderr: Beneath,
     bounds: Bounds,
     /// State of standard output and standard error. Locked during a change and during each read of the follower, never
     /// while the follower writes: a slow terminal must not lengthen a freeze.
@@ -67,6 +71,8 @@ type States = [State; 2];
 
 #[derive(Debug, Default)]
 struct State {
+    /// The open file; none for a file that is not the job's output.
+    file: Option<Arc<File>>,
     /// Everything before this offset was rotated away.
     gone: u64,
     /// Incremented with each change of the file, for readers that looked at it without the lock.
@@ -87,7 +93,7 @@ enum Change {
     /// All of it was moved, and the file started empty again.
     Emptied,
     /// The file was cut to `to` bytes. The cut content, from offset `from` on, is in the file `kept`.
-    Cut { to: u64, from: u64, kept: Option<PathBuf> },
+    Cut { to: u64, from: u64, kept: Option<Beneath> },
 }
 
 /// An output file cannot be used.
@@ -100,12 +106,36 @@ pub struct Error {
     source: io::Error,
 }
 
-fn error(verb: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
-    let path = path.into();
+fn error(verb: &'static str, path: &Beneath) -> impl FnOnce(io::Error) -> Error {
+    let path = path.path().into();
     move |source| Error { verb, path, source }
 }
 
 impl State {
+    /// The file.
+    fn file(&self, path: &Beneath) -> io::Result<Arc<File>> {
+        self.file.clone().map_or_else(|| path.change().map(Arc::new), Ok)
+    }
+
+    /// The file with this name. That is the open one, unless another one or none has its name now: then it is opened, or
+    /// created. Another name that the open file has got since does no harm: it was ours before.
+    fn renew(&mut self, path: &Beneath) -> io::Result<Arc<File>> {
+        if let Some(file) = &self.file {
+            let is_same = match path.metadata() {
+                Ok(now) => now.is_file() && identity(&now) == identity(&file.metadata()?),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => false,
+                Err(error) => return Err(error),
+            };
+            if is_same {
+                return Ok(Arc::clone(file));
+            }
+        }
+        let file = Arc::new(path.append(0o600)?);
+        (self.gone, self.epoch) = (sparse::begin(&file)?, self.epoch + 1);
+        self.file = Some(Arc::clone(&file));
+        Ok(file)
+    }
+
     /// Notices that somebody else has cut the file, or has written where its content was rotated away.
     fn look_again(&mut self, file: &File) -> io::Result<()> {
         let begin = sparse::begin(file)?;
@@ -123,21 +153,54 @@ impl Files {
     ///
     /// # Errors
     /// When they cannot be created.
-    pub fn create(dir: &Path, bounds: Bounds) -> Result<Files, Error> {
+    pub fn create(dir: &(impl Place + ?Sized), bounds: Bounds) -> Result<Files, Error> {
+        let unknown = |source| Error { verb: "find the folder of", path: "stdout.log".into(), source };
+        let dir = dir.place().map_err(unknown)?;
         let (stdout, stderr) = (dir.join("stdout.log"), dir.join("stderr.log"));
         let files = Files { stdout, stderr, bounds, states: Arc::default() };
         for (path, state) in files.paths().into_iter().zip(lock(&files.states).iter_mut()) {
-            let mut options = OpenOptions::new();
-            let options = options.read(true).append(true).create(true).mode(0o600);
-            let file = options.open(path).map_err(error("create", path))?;
-            state.gone = sparse::begin(&file).map_err(error("look at", path))?;
+            state.renew(path).map_err(error("create", path))?;
             remove_leftovers(path).map_err(error("remove leftovers of", path))?;
         }
         Ok(files)
     }
 
-    fn paths(&self) -> [&PathBuf; 2] {
+    fn paths(&self) -> [&Beneath; 2] {
         [&self.stdout, &self.stderr]
+    }
+
+    /// The open file.
+    fn file(&self, which: usize) -> io::Result<Arc<File>> {
+        let path = if which == 0 { &self.stdout } else { &self.stderr };
+        lock(&self.states).get(which).map_or_else(|| path.change().map(Arc::new), |state| state.file(path))
+    }
+
+    /// Device and inode of both files. A file that has disappeared is created.
+    ///
+    /// # Errors
+    /// When something else is in its place, or it cannot be created.
+    pub(crate) fn identities(&self) -> Result<[(u64, u64); 2], Error> {
+        let mut states = lock(&self.states);
+        let [out, err] = &mut *states;
+        let identity = |state: &mut State, path: &Beneath| {
+            let file = state.renew(path).map_err(error("open", path))?;
+            file.metadata().map(|metadata| identity(&metadata)).map_err(error("look at", path))
+        };
+        Ok([identity(out, &self.stdout)?, identity(err, &self.stderr)?])
+    }
+
+    /// Both files, open.
+    ///
+    /// # Errors
+    /// When one cannot be opened.
+    pub fn open(&self) -> io::Result<[Arc<File>; 2]> {
+        Ok([self.file(0)?, self.file(1)?])
+    }
+
+    /// The lengths of both files.
+    #[must_use]
+    pub fn lengths(&self) -> [u64; 2] {
+        [0, 1].map(|which| self.file(which).and_then(|file| file.metadata()).map_or(0, |metadata| metadata.len()))
     }
 
     /// Moves a file that exceeds the bound to NAME.1, and NAME.1 to NAME.2, up to the configured number, and empties
@@ -147,7 +210,7 @@ impl Files {
     /// When a file cannot be copied; it is not cut then.
     pub(crate) fn rotate(&self) -> Result<(), Error> {
         for (path, state) in self.paths().into_iter().zip(lock(&self.states).iter_mut()) {
-            let meta = std::fs::metadata(path).map_err(error("look at", path))?;
+            let meta = state.file(path).and_then(|file| file.metadata()).map_err(error("look at", path))?;
             // Blocks that are reserved behind the end count too.
             let on_disk = meta.blocks().saturating_mul(512);
             if meta.len() > self.bounds.size || on_disk > rotate::most_on_disk(self.bounds) {
@@ -176,9 +239,11 @@ impl Files {
     /// # Errors
     /// When a file cannot be opened or cut.
     pub fn settle(&self) -> Result<(), Error> {
-        let settle = |path: &PathBuf| rotate::settle(path).map_err(error("free the reserved space of", path));
+        let settle = |which: usize, path: &Beneath| {
+            self.file(which).and_then(|file| rotate::settle(&file)).map_err(error("free the reserved space of", path))
+        };
         // Both, whatever the first one says.
-        self.paths().map(settle).into_iter().collect()
+        [settle(0, &self.stdout), settle(1, &self.stderr)].into_iter().collect()
     }
 
     /// Prevents the follower from reading while files are put back.
@@ -196,18 +261,30 @@ pub(crate) struct Held<'a> {
 }
 
 impl Held<'_> {
+    /// Opens an output file, or creates it.
+    ///
+    /// # Errors
+    /// When something else is in its place, or it cannot be opened.
+    pub(crate) fn open(&mut self, path: &Beneath) -> io::Result<Arc<File>> {
+        let ours = self.files.paths().into_iter().position(|ours| ours == path);
+        match ours.and_then(|ours| self.states.get_mut(ours)) {
+            Some(state) => state.renew(path),
+            None => path.append(0o600).map(Arc::new),
+        }
+    }
+
     /// Cuts an output file to `to` bytes, and reverts what was rotated since it had that length. The newest part of
     /// what is cut is saved in a separate file beside it, NAME.rolled-back.N, as far as the bounds and the free space
     /// allow. None if the file is not longer.
     ///
     /// # Errors
     /// When it cannot be read or cut.
-    pub(crate) fn cut(&mut self, path: &Path, to: u64) -> io::Result<Option<Kept>> {
+    pub(crate) fn cut(&mut self, path: &Beneath, to: u64) -> io::Result<Option<Kept>> {
         let bounds = self.files.bounds;
         let ours = self.files.paths().into_iter().position(|ours| ours == path);
         let mut other = State::default();
         let state = ours.and_then(|ours| self.states.get_mut(ours)).unwrap_or(&mut other);
-        let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
+        let file = state.file(path)?;
         state.look_again(&file)?;
         cut::cut(&file, path, to, state, bounds)
     }
@@ -217,20 +294,29 @@ fn lock(states: &Mutex<States>) -> MutexGuard<'_, States> {
     states.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn numbered(path: &Path, n: u32) -> PathBuf {
-    let mut name = path.as_os_str().to_os_string();
-    name.push(format!(".{n}"));
-    name.into()
+/// Device and inode.
+fn identity(metadata: &std::fs::Metadata) -> (u64, u64) {
+    (metadata.dev(), metadata.ino())
+}
+
+fn numbered(path: &Beneath, n: u32) -> Beneath {
+    with_suffix(path, &format!(".{n}"))
+}
+
+fn with_suffix(path: &Beneath, suffix: &str) -> Beneath {
+    let mut name = path.file_name().unwrap_or_default().to_os_string();
+    name.push(suffix);
+    path.with_file_name(name)
 }
 
 /// Removes unfinished files beside `path`: their names begin with a prefix that no other file has
 /// ([`durable::Unfinished::beside`]).
-fn remove_leftovers(path: &Path) -> io::Result<()> {
+fn remove_leftovers(path: &Beneath) -> io::Result<()> {
     let (Some(dir), Some(name)) = (path.parent(), path.file_name()) else { return Ok(()) };
     let prefix = format!("{}{}", durable::TEMP_PREFIX, name.to_string_lossy());
-    for entry in std::fs::read_dir(dir)?.flatten() {
-        if entry.file_name().to_string_lossy().starts_with(&prefix) {
-            let _ = std::fs::remove_file(entry.path());
+    for name in dir.list()? {
+        if name.to_string_lossy().starts_with(&prefix) {
+            let _ = dir.join(name).remove_file();
         }
     }
     Ok(())

@@ -13,10 +13,10 @@ use std::fs::{File, Metadata};
 use std::io::{self, Write};
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::output::is_being_rotated;
+use rekindle_os::beneath::Beneath;
 use rekindle_os::sparse;
 
 /// The bytes shown last, which are remembered. After a cut to before them, everything from the cut on is shown.
@@ -29,7 +29,7 @@ const CHUNK: usize = 64 << 10;
 /// A file that grows, is rotated and is cut.
 #[derive(Debug)]
 pub struct Tail {
-    path: PathBuf,
+    path: Beneath,
     at: u64,
     /// The last bytes before `at`.
     shown: Vec<u8>,
@@ -46,8 +46,8 @@ type Signature = (u64, i64, i64);
 impl Tail {
     /// Starts at the beginning of what is kept: older files first.
     #[must_use]
-    pub fn new(path: &Path) -> Tail {
-        Tail { path: path.into(), at: 0, shown: Vec::new(), older: rotated(path), begin: 0 }
+    pub fn new(path: &Beneath) -> Tail {
+        Tail { path: path.clone(), at: 0, shown: Vec::new(), older: rotated(path), begin: 0 }
     }
 
     /// Writes the content of the rotated files, which is older than the file itself.
@@ -258,16 +258,16 @@ impl Tail {
 }
 
 /// The rotated files, newest first. During a rotation the list can be empty or incomplete; the next call then differs.
-fn rotated(path: &Path) -> Vec<Signature> {
+fn rotated(path: &Beneath) -> Vec<Signature> {
     let look = || -> Vec<Signature> {
         (1..)
-            .map_while(|n| Some(signature(&std::fs::metadata(numbered(path, n)).ok().filter(|meta| meta.is_file())?)))
+            .map_while(|n| Some(signature(&numbered(path, n).metadata().ok().filter(|meta| meta.is_file())?)))
             .collect()
     };
     for _ in 0..TRIES {
         let found = look();
         // Files are renamed one by one, oldest first: one name is missing meanwhile.
-        let is_whole = !numbered(path, found.len() + 2).exists();
+        let is_whole = !numbered(path, found.len() + 2).is_there();
         if is_whole && found == look() {
             return found;
         }
@@ -287,7 +287,7 @@ fn signature(meta: &Metadata) -> Signature {
 }
 
 /// Opens these files, oldest first, with their lengths; `None` if they were renamed meanwhile.
-fn open_rotated(path: &Path, these: &[Signature]) -> io::Result<Option<Vec<(File, u64)>>> {
+fn open_rotated(path: &Beneath, these: &[Signature]) -> io::Result<Option<Vec<(File, u64)>>> {
     let mut opened = Vec::new();
     for (n, wanted) in these.iter().enumerate().rev() {
         let Some(file) = open(&numbered(path, n + 1))? else { return Ok(None) };
@@ -303,7 +303,7 @@ fn open_rotated(path: &Path, these: &[Signature]) -> io::Result<Option<Vec<(File
 /// The rotated files, newest first; `None` while a rotation is in progress. Between the two steps of a rotation the
 /// newest content is in two places, and a reader that wakes up at the first step would show it twice, or take the
 /// second step for a cut.
-fn settled(path: &Path) -> io::Result<Option<Vec<Signature>>> {
+fn settled(path: &Beneath) -> io::Result<Option<Vec<Signature>>> {
     let older = rotated(path);
     let Some(newest) = older.first() else { return Ok(Some(older)) };
     let Some(opened) = open_rotated(path, std::slice::from_ref(newest))? else { return Ok(None) };
@@ -347,17 +347,17 @@ fn last_of(rotated: Vec<(File, u64)>, lines: usize, end: bool) -> io::Result<Vec
     Ok(text)
 }
 
-fn open(path: &Path) -> io::Result<Option<File>> {
-    match File::open(path) {
+fn open(path: &Beneath) -> io::Result<Option<File>> {
+    match path.read() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         other => other.map(Some),
     }
 }
 
-fn numbered(path: &Path, n: usize) -> PathBuf {
-    let mut name = path.as_os_str().to_os_string();
+fn numbered(path: &Beneath, n: usize) -> Beneath {
+    let mut name = path.file_name().unwrap_or_default().to_os_string();
     name.push(format!(".{n}"));
-    name.into()
+    path.with_file_name(name)
 }
 
 /// Copies all data from `at` on, without holes.
@@ -410,12 +410,12 @@ mod tests {
     impl Log {
         fn new() -> Log {
             let dir = tempfile::tempdir().unwrap();
-            let tail = Tail::new(&dir.path().join("log"));
+            let tail = Tail::new(&Beneath::at(&dir.path().join("log")).unwrap());
             Log { dir, tail, seen: Vec::new() }
         }
 
-        fn file(&self) -> PathBuf {
-            self.dir.path().join("log")
+        fn file(&self) -> Beneath {
+            Beneath::at(&self.dir.path().join("log")).unwrap()
         }
 
         fn write(&self, text: &str) {

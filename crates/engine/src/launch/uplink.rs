@@ -317,7 +317,7 @@ impl Shared {
             "/proc/self/fd/4",
             "tap0",
         ];
-        let null = Open { fd: 0, path: c"/dev/null".into(), flags: libc::O_RDONLY };
+        let null = Open { fd: 0, path: c"/dev/null".into(), flags: libc::O_RDONLY, expect: None };
         let spawn = Spawn::new(&self.program, args)?.session().directory(Path::new("/"))?;
         let spawn = spawn.open(null).fd(copy, 1).fd(words_end, 2).fd(ready_end, 3).fd(network, 4).fd(owner, 5);
         let spawn =

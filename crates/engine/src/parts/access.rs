@@ -187,8 +187,8 @@ pub(crate) struct Wanted<'a> {
     pub(crate) manifest: &'a Manifest,
     /// The files that the image has without a name.
     pub(crate) unnamed: &'a UnnamedFiles,
-    /// Where the job's output is.
-    pub(crate) log_dir: &'a Path,
+    /// Device and inode of its output, which is open here.
+    pub(crate) output: [(u64, u64); 2],
 }
 
 /// What a restored job has by the image, which a restore made for it.
@@ -277,11 +277,11 @@ fn check_files(
     wanted: &Wanted<'_>,
     descriptors: Option<&Descriptors>,
 ) -> Result<(), Refused> {
-    let Wanted { manifest, unnamed, log_dir, .. } = *wanted;
+    let Wanted { manifest, unnamed, output, .. } = *wanted;
     let memory = maps::devices_of_memory().map_err(|source| Refused::Unread { pid: root, source })?;
     let made = Made { put_there: put_there(root, manifest), descriptors, unnamed, memory, manifest };
     let mut strange = strange(root, tree, user, Some(&made))?.into_iter();
-    match strange.find(|(held, _)| !(is_given(held, &manifest.given_files) || is_output(held, log_dir))) {
+    match strange.find(|(held, _)| !(is_given(held, &manifest.given_files) || is_output(held, &output))) {
         None => Ok(()),
         Some((held, obstacle)) => {
             Err(Refused::File { path: held.path, how: said(held.how), user: user.name.clone(), obstacle })
@@ -310,13 +310,9 @@ fn is_given(held: &Held, given: &[GivenFile]) -> bool {
     given.iter().filter(same).any(|given| given.access.is_none_or(|access| held.access & !access == 0))
 }
 
-/// On another machine the output files have other inodes, but only we can write to their folder.
-fn is_output(held: &Held, log_dir: &Path) -> bool {
-    let name = files::name_of(&held.path);
-    held.path.parent() == Some(log_dir)
-        && (name == "stdout.log" || name == "stderr.log")
-        && held.how == How::Open
-        && held.access == WRITE
+/// Whether it is one of our output files, and not one that somebody has put in its place.
+fn is_output(held: &Held, output: &[(u64, u64)]) -> bool {
+    held.how == How::Open && held.access == WRITE && output.contains(&(held.device, held.inode))
 }
 
 /// Files of ours that were put back for this restore, by device and inode. Their folders may be closed to the user.

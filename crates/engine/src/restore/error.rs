@@ -99,6 +99,18 @@ pub enum Error {
     /// CRIU's plugin could not be put in its place.
     #[error(transparent)]
     Plugin(#[from] crate::launch::plugin::Error),
+    /// The job's output cannot be written.
+    #[error(transparent)]
+    Output(#[from] crate::launch::output::Error),
+    /// A file of the job's log folder cannot be given to it.
+    #[error("cannot open {} for the job", path.display())]
+    Log {
+        /// The file.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: std::io::Error,
+    },
     /// The world could not be made.
     #[error(transparent)]
     World(#[from] world::Error),
@@ -190,6 +202,8 @@ impl Error {
             Error::World(_)
             | Error::Store(_)
             | Error::Plugin(_)
+            | Error::Output(_)
+            | Error::Log { .. }
             | Error::Unpack(_)
             | Error::Staging(_)
             | Error::Recreate { .. }

@@ -332,10 +332,10 @@ pub(super) fn run_criu(
     let attempt = Attempt { pids: &manifest.tree.ids, began: since_boot() };
     let abandon = || world.abandon(attempt);
     let died = || died_while_restored(&images);
-    let log_dir = request.folder.log_dir();
+    let output = request.output.identities()?;
     let unnamed = criu::image::UnnamedFiles::read(&images).map_err(criu::RunError::Image)?;
     let (user, privileges) = (request.identity, request.privileges);
-    let wanted = access::Wanted { user, privileges, manifest, unnamed: &unnamed, log_dir: &log_dir };
+    let wanted = access::Wanted { user, privileges, manifest, unnamed: &unnamed, output };
     let descriptors = criu::image::descriptors(&images).map_err(criu::RunError::Image)?;
     let unix_listeners = criu::image::unix_listeners(&images).map_err(criu::RunError::Image)?;
     let securebits = criu::image::securebits(&images).map_err(criu::RunError::Image)?;
@@ -387,7 +387,11 @@ pub(super) fn run_criu(
     let folder = files.map(|_| plugin::unpack(&scratch)).transpose()?;
     let plugin = folder.as_deref().map(|folder| Plugin { folder, devices: None, files });
     files::put_links_back(manifest, request.identity)?;
-    let instead = moved::instead(manifest, request.folder, if plugin.is_some() { Logs::All } else { Logs::Needed });
+    let which = if plugin.is_some() { Logs::All } else { Logs::Needed };
+    let had = criu::image::open_files(&images).map_err(criu::RunError::Image)?;
+    let read = |path: &Path| had.iter().any(|file| file.path == path && file.flags & libc::O_ACCMODE != libc::O_WRONLY);
+    let instead = moved::instead(manifest, request.folder, (request.output, output), read, which)
+        .map_err(|(path, source)| Error::Log { path: path.path().to_owned(), source })?;
     let options = RestoreOptions { tcp: manifest.tcp, instead: &instead, plugin };
     let restored = criu::restore(&place, options, &mut hooks);
     // CRIU removes them when it could use them; after a failure they would remain beside the user's files.

@@ -172,6 +172,8 @@ fn try_it(script: &Script) -> Result<Duration, Failure> {
     let room = room(manifest, script.reserve)?;
     let scratch = folder.scratch_dir().map_err(|error| Failure::of(&error))?;
     let as_they_are = view::enter(&scratch, room).map_err(|error| Failure::of(&error))?;
+    // What was opened before is outside of the view: the output of the running job would be cut.
+    let folder = open().map_err(|error| Failure::of(&error))?;
     out_of_reach(&image, &as_they_are)?;
     if let Some(names) = &script.names {
         let put = mount(Some(names), "/etc/resolv.conf", None::<&str>, MsFlags::MS_BIND, None::<&str>);

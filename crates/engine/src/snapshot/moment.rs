@@ -138,7 +138,7 @@ impl Still<'_, '_> {
                 chain(&error)
             )),
         }
-        record::record_sizes_again(&mut open_files, self.env.root(), output);
+        record::record_sizes_again(&mut open_files, output);
         self.moment = Some(Moment {
             taken,
             open_files,

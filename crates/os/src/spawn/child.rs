@@ -25,7 +25,7 @@ use crate::identity::{become_user, leave_keyring};
 pub(super) const DIRECTORY: &str = "changing to the working directory";
 
 /// The steps of the child, by the number it reports when one fails.
-const STEPS: [&str; 13] = [
+const STEPS: [&str; 14] = [
     "entering the namespaces",
     "starting a session",
     DIRECTORY,
@@ -39,6 +39,7 @@ const STEPS: [&str; 13] = [
     "switching to another user",
     "setting no-new-privileges",
     "creating the tunnel device",
+    "opening the output, where the file that was checked is no longer there,",
 ];
 
 /// The child's report on a failed step: the step's number, then errno.
@@ -200,9 +201,14 @@ impl<'a> Plan<'a> {
     }
 
     fn open(&self, open: &Open) {
-        // SAFETY: the text is NUL-terminated.
-        let fd = unsafe { libc::open(open.path.as_ptr(), open.flags | libc::O_CLOEXEC, 0o600) };
-        let fd = self.check(3, Errno::result(fd));
+        let fd = match open.expect {
+            Some(expected) => self.check(13, open_expected(open, expected)),
+            None => {
+                // SAFETY: the text is NUL-terminated.
+                let fd = unsafe { libc::open(open.path.as_ptr(), open.flags | libc::O_CLOEXEC, 0o600) };
+                self.check(3, Errno::result(fd))
+            }
+        };
         if fd == open.fd {
             // SAFETY: a system call on numbers: takes back close-on-exec.
             self.check(4, Errno::result(unsafe { libc::fcntl(fd, libc::F_SETFD, 0) }));
@@ -231,6 +237,40 @@ impl<'a> Plan<'a> {
         // SAFETY: sets the default action.
         self.check(7, unsafe { signal(Signal::SIGPIPE, SigHandler::SigDfl) });
     }
+}
+
+/// Opens the regular file with this device and inode, through no link, and without waiting for anybody.
+fn open_expected(open: &Open, expected: (u64, u64)) -> nix::Result<RawFd> {
+    let flags = open.flags | libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_NOCTTY;
+    // SAFETY: open_how is plain numbers, for which all zeroes is valid.
+    let mut how: libc::open_how = unsafe { std::mem::zeroed() };
+    how.flags = u64::from(flags.cast_unsigned());
+    how.resolve = libc::RESOLVE_NO_SYMLINKS | libc::RESOLVE_NO_MAGICLINKS;
+    let (at, path) = (libc::AT_FDCWD, open.path.as_ptr());
+    // SAFETY: the text is NUL-terminated, and `how` has this size.
+    let opened = unsafe { libc::syscall(libc::SYS_openat2, at, path, &raw const how, size_of::<libc::open_how>()) };
+    let fd = match Errno::result(opened) {
+        // A descriptor is an int.
+        Ok(fd) => RawFd::try_from(fd).map_err(|_| Errno::EBADF)?,
+        // Linux before 5.6 has no openat2(2), and some sandboxes do not allow it. A link on the way leads to another file.
+        Err(Errno::ENOSYS | Errno::EPERM) => {
+            // SAFETY: the text is NUL-terminated.
+            Errno::result(unsafe { libc::open(path, flags | libc::O_NOFOLLOW) })?
+        }
+        Err(error) => return Err(error),
+    };
+    // SAFETY: stat is plain numbers, for which all zeroes is valid.
+    let mut found: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: `found` is valid for the kernel's answer.
+    Errno::result(unsafe { libc::fstat(fd, &raw mut found) })?;
+    if found.st_mode & libc::S_IFMT != libc::S_IFREG || (found.st_dev, found.st_ino) != expected {
+        return Err(Errno::ESTALE);
+    }
+    // SAFETY: a system call on numbers.
+    let now = Errno::result(unsafe { libc::fcntl(fd, libc::F_GETFL) })?;
+    // SAFETY: a system call on numbers.
+    Errno::result(unsafe { libc::fcntl(fd, libc::F_SETFL, now & !libc::O_NONBLOCK) })?;
+    Ok(fd)
 }
 
 fn lift(fd: RawFd) -> nix::Result<RawFd> {

@@ -32,7 +32,7 @@ fn blocked_signals_wait_for_the_child() {
 
 #[test]
 fn a_child_has_its_standard_descriptors_and_no_other() {
-    let null = |fd| Open { fd, path: c"/dev/null".into(), flags: libc::O_RDWR };
+    let null = |fd| Open { fd, path: c"/dev/null".into(), flags: libc::O_RDWR, expect: None };
     // A descriptor without close-on-exec, with a free number.
     let file = std::fs::File::open("/etc/passwd").unwrap();
     let leak = nix::fcntl::fcntl(&file, nix::fcntl::FcntlArg::F_DUPFD(50)).unwrap();
@@ -197,11 +197,58 @@ fn a_step_that_fails_is_named() {
     let gone = io::ErrorKind::NotFound;
     let directory = shell().directory(Path::new("/nowhere")).unwrap().start().unwrap_err();
     assert_eq!(step_of(directory), ("changing to the working directory", gone));
-    let file = Open { fd: 0, path: c"/nowhere".into(), flags: libc::O_RDONLY };
+    let file = Open { fd: 0, path: c"/nowhere".into(), flags: libc::O_RDONLY, expect: None };
     assert_eq!(step_of(shell().open(file).start().unwrap_err()), ("opening standard input or output", gone));
     let program = Spawn::new(Path::new("/nowhere"), [""; 0]).unwrap().start().unwrap_err();
     assert_eq!(step_of(program), ("execve", gone));
     assert!(matches!(Spawn::new(Path::new("/bin/sh"), [OsStr::from_bytes(b"a\0b")]), Err(Error::Nul(_))));
+}
+
+#[test]
+fn the_file_that_was_checked_is_the_one_that_a_child_gets() {
+    use std::os::unix::fs::{MetadataExt, symlink};
+    let dir = tempfile::tempdir().unwrap();
+    let (log, secret, folder) = (dir.path().join("log"), dir.path().join("secret"), dir.path().join("folder"));
+    std::fs::write(&secret, "").unwrap();
+    std::fs::write(&log, "").unwrap();
+    std::fs::create_dir(&folder).unwrap();
+    std::fs::write(folder.join("log"), "").unwrap();
+    let is = |path: &Path| std::fs::metadata(path).map(|found| (found.dev(), found.ino())).unwrap();
+    let (expect, inside) = (is(&log), is(&folder.join("log")));
+    let start = |path: &Path, expect| {
+        let flags = libc::O_WRONLY | libc::O_APPEND;
+        let file = Open { fd: 1, path: c_string(path).unwrap(), flags, expect: Some(expect) };
+        let script = "echo said; grep ^flags: /proc/self/fdinfo/1";
+        Spawn::new(Path::new("/bin/sh"), ["-c", script]).unwrap().open(file).start().map(|child| child.wait().unwrap())
+    };
+    assert_eq!(start(&log, expect).unwrap(), Ended::Exit(0));
+    let text = std::fs::read_to_string(&log).unwrap();
+    let flags = text.strip_prefix("said\nflags:\t").unwrap_or_else(|| panic!("{text}"));
+    let flags = i32::from_str_radix(flags.trim(), 8).unwrap();
+    assert_eq!(flags & (libc::O_APPEND | libc::O_NONBLOCK), libc::O_APPEND, "the job does not wait for it");
+    // Exchanged since.
+    let (moved, fifo) = (dir.path().join("moved"), dir.path().join("fifo"));
+    std::fs::rename(&log, moved).unwrap();
+    nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let reader = std::fs::OpenOptions::new().read(true).write(true).open(&fifo).unwrap();
+    let refused = |path: &Path, expect| step_of(start(path, expect).unwrap_err()).0;
+    let step = "opening the output, where the file that was checked is no longer there,";
+    for exchanged in [&secret, &fifo, &folder, Path::new("/dev/null"), &log] {
+        assert_eq!(refused(exchanged, expect), step, "{}", exchanged.display());
+    }
+    // Its own device and inode do not make a FIFO a file.
+    assert_eq!(refused(&fifo, is(&fifo)), step);
+    drop(reader);
+    assert_eq!(refused(&fifo, is(&fifo)), step);
+    for target in ["secret", "moved"] {
+        symlink(target, &log).unwrap();
+        assert_eq!(refused(&log, is(&log)), step);
+        std::fs::remove_file(&log).unwrap();
+    }
+    symlink("folder", dir.path().join("linked")).unwrap();
+    assert_eq!(refused(&dir.path().join("linked/log"), inside), step);
+    assert_eq!(start(&folder.join("log"), inside).unwrap(), Ended::Exit(0));
+    assert_eq!(std::fs::read(&secret).unwrap(), b"");
 }
 
 #[test]

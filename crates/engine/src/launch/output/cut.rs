@@ -1,11 +1,12 @@
 //! Cuts the output to its length at a snapshot. What was written since is saved, within bounds.
 
-use std::fs::{File, OpenOptions};
+use std::ffi::OsString;
+use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
 
-use super::{Bounds, Change, State, numbered};
+use super::{Bounds, Change, State, numbered, with_suffix};
+use rekindle_os::beneath::Beneath;
 use rekindle_os::durable::Unfinished;
 use rekindle_os::sparse;
 
@@ -13,7 +14,7 @@ use rekindle_os::sparse;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Kept {
     /// The file that it was saved to, if any of it was saved.
-    pub(crate) file: Option<PathBuf>,
+    pub(crate) file: Option<Beneath>,
     /// The offset that its beginning had in the output.
     pub(super) from: u64,
     /// Bytes saved.
@@ -23,10 +24,10 @@ pub struct Kept {
 }
 
 /// The rotated files with content from before `gone`: number of the file, and the range that it contains.
-fn pieces(path: &Path, gone: u64) -> Vec<(u32, Range<u64>)> {
+fn pieces(path: &Beneath, gone: u64) -> Vec<(u32, Range<u64>)> {
     let mut end = gone;
     let piece = |n| {
-        let length = std::fs::metadata(numbered(path, n)).ok()?.len();
+        let length = numbered(path, n).metadata().ok().filter(|found| found.is_file())?.len();
         // A longer file is from before the output file was emptied.
         let start = end.checked_sub(length).filter(|_| end > 0)?;
         Some((n, start..std::mem::replace(&mut end, start)))
@@ -34,7 +35,7 @@ fn pieces(path: &Path, gone: u64) -> Vec<(u32, Range<u64>)> {
     (1..).map_while(piece).collect()
 }
 
-pub(super) fn cut(file: &File, path: &Path, to: u64, state: &mut State, bounds: Bounds) -> io::Result<Option<Kept>> {
+pub(super) fn cut(file: &File, path: &Beneath, to: u64, state: &mut State, bounds: Bounds) -> io::Result<Option<Kept>> {
     let length = file.metadata()?.len();
     if length <= to {
         // Frees blocks that are reserved behind the end.
@@ -58,10 +59,10 @@ pub(super) fn cut(file: &File, path: &Path, to: u64, state: &mut State, bounds: 
     for (n, range) in &later {
         let name = numbered(path, *n);
         if range.start >= to {
-            std::fs::remove_file(&name)?;
+            name.remove_file()?;
             removed += 1;
         } else {
-            let file = OpenOptions::new().write(true).open(&name)?;
+            let file = name.append(0o600)?;
             let changed = file.metadata()?.modified()?;
             file.set_len(to - range.start)?;
             // `logs --follow` recognises the file by this time.
@@ -69,7 +70,7 @@ pub(super) fn cut(file: &File, path: &Path, to: u64, state: &mut State, bounds: 
         }
     }
     for n in (removed + 1..).take_while(|_| removed > 0) {
-        match std::fs::rename(numbered(path, n), numbered(path, n - removed)) {
+        match numbered(path, n).rename(&numbered(path, n - removed)) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => break,
             other => other?,
         }
@@ -96,11 +97,18 @@ pub(super) fn cut(file: &File, path: &Path, to: u64, state: &mut State, bounds: 
 
 /// Copies what follows `to`, in rotated files and in the file itself, to NAME.rolled-back.N: the last part, as much as
 /// the bound allows. Holes stay holes. The copy begins with the content at offset `from`.
-fn keep(file: &File, path: &Path, to: u64, later: &[(u32, Range<u64>)], gone: u64, bounds: Bounds) -> io::Result<Kept> {
+fn keep(
+    file: &File,
+    path: &Beneath,
+    to: u64,
+    later: &[(u32, Range<u64>)],
+    gone: u64,
+    bounds: Bounds,
+) -> io::Result<Kept> {
     let length = file.metadata()?.len();
     let mut parts = vec![(file.try_clone()?, to.max(gone)..length, 0)];
     for (n, range) in later {
-        parts.push((File::open(numbered(path, *n))?, to.max(range.start)..range.end, range.start));
+        parts.push((numbered(path, *n).read()?, to.max(range.start)..range.end, range.start));
     }
     // Newest part first.
     let (mut room, mut total, mut from, mut chosen) = (bounds.size, 0, length, Vec::new());
@@ -125,22 +133,20 @@ fn keep(file: &File, path: &Path, to: u64, later: &[(u32, Range<u64>)], gone: u6
     Ok(Kept { file: Some(name), from, bytes, lost: total.saturating_sub(bytes) })
 }
 
-fn rolled_back(path: &Path, n: u32) -> PathBuf {
-    let mut name = path.as_os_str().to_os_string();
-    name.push(format!(".rolled-back.{n}"));
-    name.into()
+fn rolled_back(path: &Beneath, n: u32) -> Beneath {
+    with_suffix(path, &format!(".rolled-back.{n}"))
 }
 
 /// Makes room for one more saved file. Returns the number of the newest, 0 if there is none.
-fn trim_kept(path: &Path, keep: u32) -> io::Result<u32> {
+fn trim_kept(path: &Beneath, keep: u32) -> io::Result<u32> {
     let (Some(dir), Some(name)) = (path.parent(), path.file_name()) else { return Ok(0) };
     let prefix = format!("{}.rolled-back.", name.to_string_lossy());
-    let number = |entry: std::fs::DirEntry| entry.file_name().to_str()?.strip_prefix(&prefix)?.parse::<u32>().ok();
-    let mut all: Vec<u32> = std::fs::read_dir(dir)?.flatten().filter_map(number).collect();
+    let number = |name: OsString| name.to_str()?.strip_prefix(&prefix)?.parse::<u32>().ok();
+    let mut all: Vec<u32> = dir.list()?.into_iter().filter_map(number).collect();
     all.sort_unstable();
     let old = all.len().saturating_sub(usize::try_from(keep.saturating_sub(1)).unwrap_or(usize::MAX));
     for n in all.iter().take(old) {
-        std::fs::remove_file(rolled_back(path, *n))?;
+        rolled_back(path, *n).remove_file()?;
     }
     Ok(all.last().copied().unwrap_or(0))
 }

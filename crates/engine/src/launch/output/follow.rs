@@ -5,7 +5,6 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
@@ -14,6 +13,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 
 use super::{Change, Files, States, lock, numbered};
+use rekindle_os::beneath::{self, Beneath};
 use rekindle_os::sparse;
 
 /// Copies what the job writes to our own standard output and error.
@@ -83,8 +83,8 @@ impl Drop for Follower {
 }
 
 pub(super) struct Tail {
-    path: PathBuf,
-    file: File,
+    path: Beneath,
+    file: Arc<File>,
     at: u64,
     to: Box<dyn Write + Send>,
     states: Arc<Mutex<States>>,
@@ -95,8 +95,8 @@ pub(super) struct Tail {
 impl Tail {
     pub(super) fn new(files: &Files, which: usize, to: Box<dyn Write + Send>, watch: &Inotify) -> io::Result<Tail> {
         let path = if which == 0 { &files.stdout } else { &files.stderr };
-        let file = File::open(path)?;
-        watch.add_watch(path, AddWatchFlags::IN_MODIFY)?;
+        let file = files.file(which)?;
+        watch.add_watch(beneath::own(&*file).as_str(), AddWatchFlags::IN_MODIFY)?;
         let mut states = lock(&files.states);
         // There is no other follower, so earlier changes do not matter.
         states[which].changes.clear();
@@ -156,7 +156,7 @@ fn read_data(file: &File, at: &mut u64, end: u64, buffer: &mut [u8]) -> io::Resu
 
 /// Reads what was at `at` before these changes, from the file that has it now, and moves `at` to its end.
 fn read_before(
-    path: &Path,
+    path: &Beneath,
     file: &File,
     changes: &VecDeque<Change>,
     at: &mut u64,
@@ -168,7 +168,7 @@ fn read_before(
             Change::Moved { from, to } if *at < *to => {
                 *at = (*at).max(*from);
                 let later = changes.iter().skip(n).filter(|change| matches!(change, Change::Moved { .. })).count();
-                let rotated = File::open(numbered(path, u32::try_from(later).unwrap_or(u32::MAX)))?;
+                let rotated = numbered(path, u32::try_from(later).unwrap_or(u32::MAX)).read()?;
                 return read_from(&rotated, *from, at, end.min(*to), buffer);
             }
             Change::Lost { to } if *at < *to => return Ok(0),
@@ -177,7 +177,7 @@ fn read_before(
             Change::Cut { to, from, kept } if *at >= *to => {
                 *at = (*at).max(*from);
                 let Some(kept) = kept else { return Ok(0) };
-                return read_from(&File::open(kept)?, *from, at, end, buffer);
+                return read_from(&kept.read()?, *from, at, end, buffer);
             }
             // Content before `to` was not cut.
             Change::Cut { to, .. } => end = end.min(*to),

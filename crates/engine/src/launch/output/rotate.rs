@@ -1,10 +1,9 @@
 //! Rotation: in a snapshot the file is emptied; between snapshots the copied part becomes a hole.
 
-use std::fs::{File, Metadata, OpenOptions, TryLockError};
+use std::fs::{File, Metadata, TryLockError};
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -15,13 +14,14 @@ use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 
 use super::{Bounds, Change, Files, State, States, lock, numbered};
 use rekindle_base::chain;
+use rekindle_os::beneath::{self, Beneath};
 use rekindle_os::durable::Unfinished;
 use rekindle_os::sparse;
 
 /// Makes room for a new NAME.1.
-fn shift(path: &Path, keep: u32) -> io::Result<()> {
+fn shift(path: &Beneath, keep: u32) -> io::Result<()> {
     for n in (1..keep).rev() {
-        match std::fs::rename(numbered(path, n), numbered(path, n + 1)) {
+        match numbered(path, n).rename(&numbered(path, n + 1)) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
             _ => {}
         }
@@ -31,7 +31,7 @@ fn shift(path: &Path, keep: u32) -> io::Result<()> {
 
 /// Makes a piece NAME.1. While the returned file is open, readers from outside know that the content of the piece may
 /// still be in the file too ([`is_being_rotated`]).
-fn publish(path: &Path, piece: Unfinished, keep: u32) -> io::Result<File> {
+fn publish(path: &Beneath, piece: Unfinished, keep: u32) -> io::Result<File> {
     let locked = piece.file().try_clone()?;
     // Nobody else knows the file yet. A file system without locks only lacks the protection of readers.
     let _ = locked.try_lock();
@@ -46,8 +46,8 @@ pub(in crate::launch) fn is_being_rotated(newest: &File) -> bool {
 }
 
 /// Without fsync, which would lengthen the freeze: the image does not need these files.
-pub(super) fn empty(path: &Path, state: &mut State, bounds: Bounds) -> io::Result<()> {
-    let file = OpenOptions::new().read(true).write(true).open(path)?;
+pub(super) fn empty(path: &Beneath, state: &mut State, bounds: Bounds) -> io::Result<()> {
+    let file = state.file(path)?;
     let length = file.metadata()?.len();
     let mut published = Vec::new();
     // More than one piece is rare, because the file is rotated between snapshots too.
@@ -73,8 +73,12 @@ pub(super) fn empty(path: &Path, state: &mut State, bounds: Bounds) -> io::Resul
 const LINE: u64 = 64 << 10;
 
 /// Moves one piece. Returns whether there may be another.
-pub(super) fn relieve(path: &Path, states: &Mutex<States>, which: usize, bounds: Bounds) -> io::Result<bool> {
-    let meta = std::fs::metadata(path)?;
+pub(super) fn relieve(path: &Beneath, states: &Mutex<States>, which: usize, bounds: Bounds) -> io::Result<bool> {
+    let file = match lock(states).get(which) {
+        Some(state) => state.file(path)?,
+        None => return Ok(false),
+    };
+    let meta = file.metadata()?;
     let (length, on_disk) = (meta.len(), meta.blocks().saturating_mul(512));
     let is_full = on_disk > most_on_disk(bounds);
     let gone = lock(states).get_mut(which).map_or(0, |state| {
@@ -84,7 +88,6 @@ pub(super) fn relieve(path: &Path, states: &Mutex<States>, which: usize, bounds:
     if length.saturating_sub(gone) <= bounds.size && !is_full {
         return Ok(false);
     }
-    let file = OpenOptions::new().read(true).write(true).open(path)?;
     let (gone, epoch, length) = {
         let mut states = lock(states);
         let Some(state) = states.get_mut(which) else { return Ok(false) };
@@ -149,16 +152,12 @@ fn free_behind_the_end(file: &File, meta: &Metadata) -> io::Result<()> {
 }
 
 /// Frees what a job that has ended reserved behind the end of its output.
-pub(super) fn settle(path: &Path) -> io::Result<()> {
-    let file = match OpenOptions::new().read(true).write(true).open(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        opened => opened?,
-    };
+pub(super) fn settle(file: &File) -> io::Result<()> {
     let meta = file.metadata()?;
     // What was rotated away is a hole.
-    let data = meta.len().saturating_sub(sparse::begin(&file)?);
+    let data = meta.len().saturating_sub(sparse::begin(file)?);
     if meta.blocks().saturating_mul(512).saturating_sub(UNNOTICED) > data {
-        free_behind_the_end(&file, &meta)?;
+        free_behind_the_end(file, &meta)?;
     }
     Ok(())
 }
@@ -205,8 +204,8 @@ impl Rotation {
     /// When the files cannot be watched.
     pub fn start(files: &Files) -> io::Result<Rotation> {
         let watch = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
-        for path in files.paths() {
-            watch.add_watch(path, AddWatchFlags::IN_MODIFY)?;
+        for which in 0..2 {
+            watch.add_watch(beneath::own(&*files.file(which)?).as_str(), AddWatchFlags::IN_MODIFY)?;
         }
         let stop = Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?);
         let (stopped, files) = (Arc::clone(&stop), files.clone());

@@ -1,10 +1,13 @@
+use std::fs::OpenOptions;
 use std::io::Write;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, symlink};
+use std::path::Path;
 
 use nix::sys::inotify::{InitFlags, Inotify};
 
 use super::follow::Tail;
 use super::*;
+use rekindle_os::beneath::Unexpected;
 
 fn files(dir: &tempfile::TempDir, size: u64, keep: u32) -> Files {
     Files::create(dir.path(), Bounds { size, keep }).unwrap()
@@ -91,7 +94,7 @@ fn nothing_is_lost_on_a_slow_terminal() {
     let watch = Inotify::init(InitFlags::IN_CLOEXEC).unwrap();
     let mut tail = Tail::new(&files, 0, Box::new(screen.clone()), &watch).unwrap();
     let mut writer = OpenOptions::new().append(true).open(&files.stdout).unwrap();
-    let another = dir.path().join("another");
+    let another = files.stdout.with_file_name("another");
     std::fs::write(&another, "12").unwrap();
     let cut = |to: u64| {
         let mut held = files.hold();
@@ -346,7 +349,7 @@ fn what_is_cut_is_kept_within_bounds_and_the_newest_of_it() {
     for n in 1..6 {
         OpenOptions::new().append(true).open(&files.stdout).unwrap().write_all(text(n).as_bytes()).unwrap();
         let kept = files.hold().cut(&files.stdout, 6).unwrap().unwrap();
-        assert_eq!(kept.file, Some(dir.path().join(format!("stdout.log.rolled-back.{n}"))));
+        assert_eq!(kept.file.as_ref(), Some(&files.stdout.with_file_name(format!("stdout.log.rolled-back.{n}"))));
         assert_eq!((kept.bytes, kept.lost), (4096, 10_000 - 4096));
     }
     let _ = self::files(&dir, 4096, 3);
@@ -355,4 +358,137 @@ fn what_is_cut_is_kept_within_bounds_and_the_newest_of_it() {
     names.sort();
     let kept = [3, 4, 5].map(|n| format!("stdout.log.rolled-back.{n}"));
     assert_eq!(names, [&["stderr.log".into(), "stdout.log".into()][..], &kept].concat());
+}
+
+/// A log folder, and beside it a file that only root may change.
+fn ground() -> (tempfile::TempDir, PathBuf, PathBuf) {
+    let dir = tempfile::tempdir().unwrap();
+    let (logs, secret) = (dir.path().join("log"), dir.path().join("secret"));
+    std::fs::create_dir(&logs).unwrap();
+    std::fs::write(&secret, "root's\n").unwrap();
+    (dir, logs, secret)
+}
+
+fn why(error: &Error) -> String {
+    Unexpected::in_error(&error.source).unwrap_or_else(|| panic!("{error:?}")).to_string()
+}
+
+fn fifo(path: &Path) {
+    nix::unistd::mkfifo(path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+}
+
+#[test]
+fn what_others_put_in_the_place_of_output_is_not_opened() {
+    for name in ["stdout.log", "stderr.log"] {
+        let (_dir, logs, secret) = ground();
+        let path = logs.join(name);
+        let create = || Files::create(&logs, Bounds::default());
+        let refused = |what: &str| {
+            let why = why(&create().unwrap_err());
+            assert!(why.ends_with(&format!("log/{name} is {what}")), "{why}");
+        };
+        symlink(&secret, &path).unwrap();
+        refused("a symbolic link, and should be a regular file");
+        std::fs::remove_file(&path).unwrap();
+        symlink("/nowhere/new", &path).unwrap();
+        refused("a symbolic link, and should be a regular file");
+        std::fs::remove_file(&path).unwrap();
+        // Nobody opens the other end, ever.
+        fifo(&path);
+        refused("a FIFO, and should be a regular file");
+        std::fs::remove_file(&path).unwrap();
+        std::fs::create_dir(&path).unwrap();
+        refused("a folder, and should be a regular file");
+        std::fs::remove_dir(&path).unwrap();
+        std::fs::hard_link(&secret, &path).unwrap();
+        create().unwrap();
+        OpenOptions::new().append(true).open(&path).unwrap().write_all(b"of the job").unwrap();
+        assert_eq!(std::fs::read_to_string(&secret).unwrap(), "root's\n");
+        assert_eq!(
+            std::fs::read_to_string(&path).unwrap(),
+            "root's\nof the job",
+            "a backup's name is no reason to fail"
+        );
+    }
+}
+
+#[test]
+fn a_linked_log_folder_is_not_entered() {
+    let (dir, logs, _) = ground();
+    let theirs = dir.path().join("theirs");
+    std::fs::create_dir(&theirs).unwrap();
+    std::fs::write(theirs.join(".tmp-stdout.log-1-2"), "another's").unwrap();
+    std::fs::remove_dir(&logs).unwrap();
+    symlink(&theirs, &logs).unwrap();
+    let why = why(&Files::create(&logs, Bounds::default()).unwrap_err());
+    assert!(why.ends_with("log is a symbolic link, and should be a folder"), "{why}");
+    let names: Vec<_> = std::fs::read_dir(&theirs).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(names, [".tmp-stdout.log-1-2"]);
+}
+
+/// The open file is worked on, whatever has its name now; and rotated files are not what others made of them.
+#[test]
+fn what_is_exchanged_while_the_job_runs_is_not_changed() {
+    let (_dir, logs, secret) = ground();
+    let files = Files::create(&logs, Bounds { size: 100, keep: 9 }).unwrap();
+    let mut writer = OpenOptions::new().append(true).open(&files.stdout).unwrap();
+    // A block, so that it can become a hole.
+    writer.write_all(&vec![b'x'; 8 << 10]).unwrap();
+    files.relieve(0).unwrap();
+    let piece = logs.join("stdout.log.1");
+    let length = std::fs::metadata(&piece).unwrap().len();
+    let root_s = "r".repeat(usize::try_from(length).unwrap());
+    std::fs::write(&secret, &root_s).unwrap();
+    let unchanged = || assert!(std::fs::read_to_string(&secret).unwrap() == root_s);
+    for linked in [true, false] {
+        std::fs::remove_file(&piece).unwrap();
+        if linked {
+            symlink(&secret, &piece).unwrap()
+        } else {
+            std::fs::hard_link(&secret, &piece).unwrap()
+        }
+        if linked {
+            let mut shown = Vec::new();
+            let mut outside = crate::launch::tail::Tail::new(&files.stdout);
+            outside.copy_older(&mut shown).unwrap();
+            assert!(shown.is_empty(), "{}", shown.len());
+        }
+        drop(files.hold().cut(&files.stdout, length - 10).unwrap());
+        unchanged();
+        writer.write_all(&vec![b'y'; 8 << 10]).unwrap();
+    }
+    std::fs::rename(&files.stdout, logs.join("moved")).unwrap();
+    symlink(&secret, &files.stdout).unwrap();
+    let mut outside = crate::launch::tail::Tail::new(&files.stdout);
+    assert!(Unexpected::in_error(&outside.copy(&mut Vec::new()).unwrap_err()).is_some());
+    files.relieve(0).unwrap();
+    files.rotate().unwrap();
+    drop(files.hold().cut(&files.stdout, 0).unwrap());
+    files.settle().unwrap();
+    unchanged();
+}
+
+#[test]
+fn a_job_gets_the_files_that_are_open_here() {
+    let (_dir, logs, secret) = ground();
+    let files = Files::create(&logs, Bounds::default()).unwrap();
+    let is = |path: &Path| std::fs::metadata(path).map(|metadata| identity(&metadata)).unwrap();
+    let (out, err) = (is(files.stdout.path()), is(files.stderr.path()));
+    assert_eq!(files.identities().unwrap(), [out, err]);
+    // A backup of it, which is another name, does not exchange the file under the job and those who read it.
+    std::fs::hard_link(&files.stdout, logs.join("backup")).unwrap();
+    assert_eq!(files.identities().unwrap(), [out, err]);
+    // Removed: the next life has a new one.
+    std::fs::remove_file(&files.stdout).unwrap();
+    let [new, _] = files.identities().unwrap();
+    assert!(new != out && new == is(files.stdout.path()));
+    std::fs::remove_file(&files.stderr).unwrap();
+    symlink(&secret, &files.stderr).unwrap();
+    assert!(why(&files.identities().unwrap_err()).contains("log/stderr.log is a symbolic link"));
+    std::fs::remove_file(&files.stderr).unwrap();
+    std::fs::hard_link(&secret, &files.stderr).unwrap();
+    let [_, copy] = files.identities().unwrap();
+    assert!(copy != is(&secret) && copy == is(files.stderr.path()));
+    let opened = files.hold().open(&files.stdout).unwrap().metadata().unwrap();
+    assert_eq!(identity(&opened), new);
 }

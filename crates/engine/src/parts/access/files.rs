@@ -238,8 +238,3 @@ fn access_of(flags: i32) -> u32 {
         _ => READ | WRITE,
     }
 }
-
-/// The last part of a path; empty if there is none.
-pub(crate) fn name_of(path: &Path) -> &OsStr {
-    path.file_name().unwrap_or_default()
-}

@@ -17,7 +17,7 @@ use std::collections::HashMap;
 use std::fs::{File, Metadata, OpenOptions, Permissions};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
@@ -31,6 +31,7 @@ use super::rollback::{Expiry, FileRollback, RollbackError, RolledBack, SWITCH, f
 use super::tracked;
 use crate::launch::identity::Identity;
 use crate::launch::output::{Files, Held};
+use rekindle_os::beneath::Beneath;
 use rekindle_os::identity;
 use rekindle_store::manifest::{Fifo, Folder, OpenFile, Owner, SavedLink, Stamp};
 use rekindle_store::{Image, JobFolder, Manifest};
@@ -340,13 +341,18 @@ pub(crate) fn put_back(
 }
 
 /// Missing output files, removed or on another machine, must not prevent a restore.
-fn put_log_back(file: &OpenFile, path: &Path, held: &mut Held<'_>) -> Result<Option<FileRollback>, RollbackError> {
-    let open = options().create(true).mode(0o600).open(path).map_err(failed("open", path))?;
+fn put_log_back(file: &OpenFile, place: &Beneath, held: &mut Held<'_>) -> Result<Option<FileRollback>, RollbackError> {
+    let path = place.path();
+    let open = held.open(place).map_err(failed("open", path))?;
     let size = open.metadata().map_err(failed("stat", path))?.size();
-    let rotated = || PathBuf::from(format!("{}.1", path.display())).exists();
+    let rotated = || {
+        let mut name = place.file_name().unwrap_or_default().to_owned();
+        name.push(".1");
+        place.with_file_name(name).is_there()
+    };
     match size {
         size if size > file.size => {
-            let kept = held.cut(path, file.size).map_err(failed("cut", path))?;
+            let kept = held.cut(place, file.size).map_err(failed("cut", path))?;
             Ok(kept.map(|kept| FileRollback::Cut(path.into(), kept)))
         }
         0 if file.size > 0 && !rotated() => Ok(Some(FileRollback::Begun(path.into(), file.size))),
@@ -379,12 +385,6 @@ impl Links {
 /// Whether its name leads to another file than at the snapshot, which has other names too.
 fn is_other_link(file: &OpenFile, now: &Metadata) -> bool {
     now.nlink() > 1 && file.stamp.is_some_and(|then| then.inode != now.ino())
-}
-
-fn options() -> OpenOptions {
-    let mut options = OpenOptions::new();
-    options.read(true).write(true).custom_flags(rekindle_os::durable::NO_SURPRISE);
-    options
 }
 
 fn put_one_back(

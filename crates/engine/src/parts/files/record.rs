@@ -138,7 +138,7 @@ pub(crate) fn fifos(criu_dir: &Path, root: i32) -> Result<Vec<Fifo>, image::Erro
 /// Sets O_APPEND of the frozen job's output again where the job has cleared it: otherwise it would write on at its old
 /// offset after a rotation, and leave a hole that looks like content that was rotated away. `tree` are pids as we see them.
 pub(crate) fn append_again(files: &[OpenFile], tree: &[i32], output: &Files) -> io::Result<()> {
-    let is_output = |path: &Path| path == output.stdout || path == output.stderr;
+    let is_output = |path: &Path| output.stdout == *path || output.stderr == *path;
     if !files.iter().any(|file| !file.append && is_output(&file.path)) {
         return Ok(());
     }
@@ -158,10 +158,10 @@ pub(crate) fn append_again(files: &[OpenFile], tree: &[i32], output: &Files) -> 
 }
 
 /// Updates the sizes of the job's output, which may have been rotated since.
-pub(crate) fn record_sizes_again(files: &mut [OpenFile], root: i32, output: &Files) {
-    for file in files.iter_mut().filter(|f| f.path == output.stdout || f.path == output.stderr) {
-        if let Ok(metadata) = std::fs::metadata(path_in(root, &file.path)) {
-            file.size = metadata.size();
+pub(crate) fn record_sizes_again(files: &mut [OpenFile], output: &Files) {
+    for (path, length) in [&output.stdout, &output.stderr].into_iter().zip(output.lengths()) {
+        for file in files.iter_mut().filter(|file| *path == *file.path.as_path()) {
+            file.size = length;
         }
     }
 }

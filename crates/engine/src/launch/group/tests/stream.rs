@@ -126,7 +126,7 @@ impl Node<'_> {
         let progress = self.folder.join("progress");
         fs::write(&progress, format!("{:020}", 0)).unwrap();
         let args = ["-S".into(), "-c".into(), JOB.into(), self.rank.to_string().into(), progress.into_os_string()];
-        let null = |fd, flags| Open { fd, path: std::ffi::CString::from(c"/dev/null"), flags };
+        let null = |fd, flags| Open { fd, path: std::ffi::CString::from(c"/dev/null"), flags, expect: None };
         let spawn = Spawn::new(Path::new("/usr/bin/python3"), args).unwrap().session();
         let spawn = spawn.open(null(0, libc::O_RDONLY)).open(null(1, libc::O_WRONLY)).open(null(2, libc::O_WRONLY));
         self.root = Some(spawn.world(self.world.entrance().unwrap()).start().unwrap());

@@ -1,3 +1,5 @@
+use std::path::PathBuf;
+
 use super::super::capture;
 use super::*;
 use crate::samples::{job_path, part_path};

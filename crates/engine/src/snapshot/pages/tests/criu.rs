@@ -44,7 +44,7 @@ impl Job {
     fn start(area: &Area) -> Job {
         let log = area.dir.path().join("log");
         let args = ["-S".into(), "-c".into(), JOB.into(), PAGES.to_string().into(), log.clone().into_os_string()];
-        let null = |fd, flags| Open { fd, path: CString::from(c"/dev/null"), flags };
+        let null = |fd, flags| Open { fd, path: CString::from(c"/dev/null"), flags, expect: None };
         let spawn = Spawn::new(Path::new("/usr/bin/python3"), args).unwrap().session();
         let spawn = spawn.open(null(0, libc::O_RDONLY)).open(null(1, libc::O_WRONLY)).open(null(2, libc::O_WRONLY));
         let job = Job { child: spawn.start().unwrap(), log };
