@@ -273,8 +273,8 @@ pub(crate) fn run(setup: Setup, early: Early) -> Result<Finish, Error> {
     if queues_again {
         // The last thing: it ends this process. Slurm does that with a signal, and another machine takes our place if it
         // comes too soon. The job may begin again on other machines, which must not wait for this one.
-        let (lock, scheduler) = (setup.lock.release_at_exit(), setup.time.scheduler.clone());
-        let ends_us = Early::after_the_loop(lock, scheduler);
+        let (lock, work) = (setup.lock.release_at_exit(), Arc::clone(&setup.program.work));
+        let ends_us = Early::after_the_loop(lock, work, setup.time.scheduler.clone());
         if let Err(error) = &ends_us {
             tracing::debug!("the lock is not given back when Slurm ends this process: {error}");
             signals::let_end_us();

@@ -340,15 +340,15 @@ def ranks():
 
 
 def late_event():
-    """Watches a folder, in which it makes a file when CRIU is about to be started; it learns of it a moment later."""
-    folder = sys.argv[3]
+    """Watches a folder, in which it makes a file when CRIU is started; it learns of it a moment later."""
+    begun = sys.argv[3]
     watch = LIBC.inotify_init1(os.O_NONBLOCK)
     os.mkdir(path("watched"))
     LIBC.inotify_add_watch(watch, path("watched").encode(), 0x100)  # IN_CREATE
     learnt = []
 
     def wait():
-        while not os.path.exists(folder):
+        while not os.path.exists(begun):
             time.sleep(0.0002)
         made = time.monotonic()
         open(path("watched/new"), "w").close()
@@ -367,17 +367,17 @@ def late_event():
 
 
 def late_connection():
-    """Has one connection, to a server outside, until CRIU is about to be started (its folder is there); then one inside."""
-    port, folder = sys.argv[3:5]
+    """Has one connection, to a server outside, until CRIU is started (the file `begun` is there); then one inside."""
+    port, begun = sys.argv[3:5]
     outside = socket.create_connection(("127.0.0.1", int(port)))
-    need(not os.path.exists(folder), "the folder is there already")
+    need(not os.path.exists(begun), "CRIU has begun already")
     server = socket.socket()
     server.bind(("127.0.0.1", 0))
     server.listen()
     ends = []
 
     def wait():
-        while not os.path.exists(folder):
+        while not os.path.exists(begun):
             time.sleep(0.0002)
         client = socket.create_connection(server.getsockname())
         ends.extend([server.accept()[0], client])

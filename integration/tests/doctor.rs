@@ -189,7 +189,7 @@ fn a_tmpfs_is_tried_and_unmounted_again() {
     command.arg("--bounding-set=-sys_admin").arg(plain.get_program()).args(plain.get_args());
     let report = parse(&command.env("TMPDIR", bench.path("tmp")).output().unwrap());
     let tmpfs = row(&report, "staging.tmpfs");
-    assert_eq!(tmpfs.state, "warn", "{tmpfs:?}");
+    assert_eq!(tmpfs.state, "missing", "{tmpfs:?}");
     assert!(tmpfs.fix.unwrap().contains("--cap-add=SYS_ADMIN"));
 
     // A folder that other users can write to may contain files of theirs.

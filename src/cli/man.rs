@@ -152,7 +152,7 @@ fn more() -> Roff {
     let files = [
         ("/etc/rekindle/rekindle.toml", "The configuration, see rekindle.toml(5)."),
         ("/var/lib/rekindle", "The images of all jobs (store.directory)."),
-        ("/run/rekindle", "Images in memory (snapshot.staging-directory)."),
+        ("/run/rekindle", "Images in memory, and rekindle's own files of each run (snapshot.staging-directory)."),
     ];
     terms(&mut roff, &files);
     roff.control("SH", ["SEE ALSO"]);

@@ -12,6 +12,7 @@ use super::{Exit, Global, Misuse, complete};
 use crate::config::{self, Config, SizeLimit};
 use rekindle_base::chain;
 use rekindle_base::units::size;
+use rekindle_engine::launch::work;
 use rekindle_store::gc;
 use rekindle_store::retention::survey::{self, Survey};
 use rekindle_store::retention::{Plan, Policy, Verdict};
@@ -154,6 +155,9 @@ pub(super) fn prune(global: &Global, args: &PruneArgs) -> anyhow::Result<Exit> {
             Err(error) if args.job.is_none() => fails(folder.name(), &error),
             found => left.extend(found?),
         }
+    }
+    if !args.dry_run {
+        work::remove_left();
     }
     if args.job.is_none() {
         left.extend(leftovers::elsewhere(&snapshot.staging_directory, &config.directory, &trust));

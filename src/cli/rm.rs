@@ -10,6 +10,7 @@ use super::{Exit, Global, Misuse, complete, progress, trust};
 use crate::config::Config;
 use crate::report;
 use rekindle_base::units::{counted, size};
+use rekindle_engine::launch::work;
 use rekindle_store::{self as store, Access, ImageId, JobFolder, JobName, Pinned, Seen, Store, WriterLock};
 
 /// Which jobs, and how.
@@ -155,6 +156,7 @@ fn remove(
     pinned: Pinned,
 ) -> Result<(), store::Error> {
     let seen = trust::seen(config, folder);
+    work::remove_left();
     store.remove_job(folder, lock, pinned)?;
     // Images that were removed on purpose are not missed by a later job of that name.
     for run in seen.iter().flat_map(|seen: &Seen| seen.runs().unwrap_or_default()) {

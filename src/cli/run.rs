@@ -8,6 +8,7 @@ mod start;
 mod turn;
 
 use std::ffi::{OsStr, OsString};
+use std::sync::Arc;
 
 use anyhow::Context;
 use chrono::{DateTime, Utc};
@@ -30,6 +31,7 @@ use prepare::{Other, Prepared, working_directory};
 use rekindle_base::chain;
 use rekindle_cuda::copier::Copier;
 use rekindle_cuda::nvml::names_instance;
+use rekindle_engine::launch::work::WorkFolder;
 use rekindle_engine::launch::{identity, output, reaper, uplink};
 use rekindle_engine::parts::gpu::placement::{Pair, Wishes};
 use rekindle_engine::restore;
@@ -444,10 +446,12 @@ fn supervise(
         lineage: start.lineage.clone(),
     };
     telemetry::log::is_about(folder.name().as_str());
-    let reaper = reaper::unpack(&folder.bin_dir())?;
-    let uplink = uplink.map(|program| {
-        uplink::Plan::new(program, folder.bin_dir(), spec.identity.as_ref().map(|identity| identity.uid))
-    });
+    let work = provide::work_folder(&config, &folder, &lock)?;
+    let _removed_at_the_end = RemovedAtEnd(Arc::clone(&work));
+    terms.early.removes(Arc::clone(&work));
+    let reaper = reaper::unpack(&work.bin())?;
+    let uplink = uplink
+        .map(|program| uplink::Plan::new(program, work.bin(), spec.identity.as_ref().map(|identity| identity.uid)));
     match start.from {
         StartPoint::Cold => tracing::info!("job {} starts", folder.name()),
         StartPoint::Image(id) => tracing::info!("job {} continues from image {id}", folder.name()),
@@ -458,7 +462,7 @@ fn supervise(
         folder.store().display()
     );
     let staging = provide::staging_area(&config, &folder, &lock);
-    let interposer = provide::interposer(&config, &mut spec, &folder, staging.as_ref());
+    let interposer = provide::interposer(&config, &mut spec, &work, staging.as_ref());
     provide::nccl_limits(&config, &mut spec, interposer.is_some());
     provide::hwloc_limits(&config, &mut spec);
     let Start { from, base, lineage, named } = start;
@@ -492,7 +496,7 @@ fn supervise(
         tracing::warn!("a job that is stopped to be queued again will not be queued again: {error}");
     }
     let member =
-        terms.place.map(|it| it.place.member(&config, &folder, &criu, it.keep, (it.is_fresh, it.uses_replica)));
+        terms.place.map(|it| it.place.member(&config, &folder, &work, &criu, it.keep, (it.is_fresh, it.uses_replica)));
     let member = member.transpose();
     let member = match member {
         Err(error) if error.is::<NoFirst>() => {
@@ -523,7 +527,7 @@ fn supervise(
         folder,
         lock,
         criu,
-        program: Program { spec, launch, reaper, interposer, uplink },
+        program: Program { spec, launch, work, reaper, interposer, uplink },
         sockets: Sockets { beats, job_api },
         images: Places { staging, packing },
         origin: Origin { from, named, base, wishes },
@@ -550,6 +554,15 @@ fn supervise(
         tracing::error!("given up: {why}. `rekindle logs --stderr {job}{flag}` shows the job's error messages");
     }
     Ok(exit(finish, &scheduler, requeue, &job))
+}
+
+/// Removes the work folder of a run, whoever still has it.
+struct RemovedAtEnd(Arc<WorkFolder>);
+
+impl Drop for RemovedAtEnd {
+    fn drop(&mut self) {
+        self.0.remove();
+    }
 }
 
 /// Whether Slurm does not queue the job again by our exit code.

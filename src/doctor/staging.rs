@@ -31,7 +31,10 @@ pub(super) struct Facts {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Tmpfs {
     Mounted(HugePages),
+    /// Others could write there.
     Refused(String),
+    /// The kernel did not mount it.
+    Failed(String),
     /// snapshot.staging is "store", so none is needed.
     NotWanted,
     /// Only root can mount one.
@@ -45,13 +48,9 @@ pub(super) fn gather(config: &Config) -> Facts {
         Staging::Ram if !nix::unistd::geteuid().is_root() => Tmpfs::NotRoot,
         Staging::Ram => match staging::try_mount(&base) {
             Ok(huge) => Tmpfs::Mounted(huge),
+            Err(error @ staging::Error::File(_)) => Tmpfs::Failed(chain(&error)),
             Err(error) => Tmpfs::Refused(chain(&error)),
         },
-    };
-    // The same choice as in `run`: in memory for a job of another user, else in the job's folder in the store.
-    let folder = match config.job.user {
-        Some(_) => &base,
-        None => &config.store.directory,
     };
     // Signatures do not matter for memory usage.
     let jobs = Store::open(&config.store.directory, Access::Read).ok();
@@ -61,7 +60,7 @@ pub(super) fn gather(config: &Config) -> Facts {
         base: base.clone(),
         tmpfs,
         pipe: pages::fifo_room().ok(),
-        preload: try_preload(folder, &config.store.directory),
+        preload: try_preload(&base, &config.store.directory),
     }
 }
 
@@ -131,10 +130,13 @@ fn tmpfs(facts: &Facts) -> Check {
         Tmpfs::Refused(why) => Check::warn(
             name,
             format!("{why}: images are made on the disk, and the job is frozen longer"),
-            format!(
-                "allow mounting (Docker: --cap-add=SYS_ADMIN --security-opt apparmor=unconfined), set \
-                snapshot.staging-directory to another folder of root's, or {TO_THE_STORE}"
-            ),
+            format!("set snapshot.staging-directory to another folder of root's, or {TO_THE_STORE}"),
+        ),
+        Tmpfs::Failed(why) => Check::missing(
+            name,
+            format!("{why}: no job can be started, because rekindle's own programs are in such a tmpfs"),
+            "allow mounting (Docker: --cap-add=SYS_ADMIN --security-opt apparmor=unconfined), or set \
+            snapshot.staging-directory to another folder of root's",
         ),
     }
 }
@@ -159,7 +161,7 @@ fn huge_pages(tmpfs: &Tmpfs, setting: Option<&str>) -> Check {
     let name = HUGE_PAGES;
     match (tmpfs, setting) {
         (Tmpfs::NotWanted | Tmpfs::NotRoot, _) => Check::not_here(name, NOT_TRIED),
-        (Tmpfs::Refused(_), _) => Check::not_here(name, "no tmpfs to check them with"),
+        (Tmpfs::Refused(_) | Tmpfs::Failed(_), _) => Check::not_here(name, "no tmpfs to check them with"),
         (Tmpfs::Mounted(_), None) | (Tmpfs::Mounted(HugePages::Absent), _) => {
             Check::not_here(name, "the kernel does not support them for tmpfs (CONFIG_TRANSPARENT_HUGEPAGE)")
         }
@@ -227,8 +229,7 @@ fn preload(facts: &Facts, wanted: Interposer, nvidia: &nvidia::Facts) -> Check {
         Err(why) => Check::warn(
             name,
             format!("{why}: copying GPU memory takes several times as long"),
-            "use a store (and, with job.user, a snapshot.staging-directory) whose path is valid in LD_PRELOAD, on a \
-            system with glibc; or set snapshot.interposer = \"off\"",
+            "use a snapshot.staging-directory whose path is valid in LD_PRELOAD, on a system with glibc; or set snapshot.interposer = \"off\"",
         ),
     }
 }
@@ -261,6 +262,7 @@ mod tests {
         assert_eq!(tmpfs(&facts(mounted())).state, State::Ok);
         let refused = tmpfs(&facts(Tmpfs::Refused("cannot mount".into())));
         assert_eq!(refused.state, State::Warn, "run works without");
+        assert_eq!(tmpfs(&facts(Tmpfs::Failed("cannot mount".into()))).state, State::Missing, "run does not");
         assert!(refused.fix.unwrap().contains("snapshot.staging-directory"));
         assert_eq!(tmpfs(&facts(Tmpfs::NotRoot)).state, State::NotHere);
     }

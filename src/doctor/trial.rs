@@ -21,6 +21,8 @@ use rekindle_os::process;
 
 /// Time limit for a step. A normal one takes less than a tenth of a second, on a busy machine a few.
 const LIMIT: Duration = Duration::from_secs(15);
+/// The folder of the plugin, in the folder for what CRIU writes besides.
+const PLUGINS: &str = "plugins";
 
 /// The result of the trial.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -90,7 +92,7 @@ impl Trial<'_> {
     fn prepare<'a>(criu: &'a Criu, namespace: PidNamespace, dir: &Path) -> Result<Trial<'a>, Failure> {
         let step = "preparing";
         let (images, work) = (dir.join("images"), dir.join("work"));
-        for folder in [&images, &work] {
+        for folder in [&images, &work, &work.join(PLUGINS)] {
             std::fs::create_dir(folder).map_err(failed(step))?;
         }
         // The job's output is opened through no link, and TMPDIR may be one.
@@ -170,7 +172,8 @@ impl Trial<'_> {
         let root = process::inner_pid(job.root.pid()).ok_or_else(|| failure("`sleep` ended at once"))?;
         // As for a snapshot: if CRIU cannot load the plugin, it is used without.
         let devices = Devices::find();
-        let folder = plugin::unpack(&self.work).map_err(failed("preparing"))?;
+        let folder = self.work.join(PLUGINS);
+        plugin::unpack(&folder).map_err(failed("preparing"))?;
         let plugin =
             devices.as_ref().map(|devices| Plugin { folder: &folder, devices: Some(devices.list()), files: None });
         let options = DumpOptions { root, tcp: Tcp::Close, ghost_limit: 1 << 20, freeze_timeout: LIMIT, plugin };
@@ -189,7 +192,14 @@ impl Trial<'_> {
     }
 
     fn place<'a>(&'a self, world: &'a World) -> Place<'a> {
-        Place { criu: self.criu, init: world.init(), images: &self.images, work: &self.work, timeout: LIMIT }
+        Place {
+            criu: self.criu,
+            init: world.init(),
+            images: &self.images,
+            opened: None,
+            work: &self.work,
+            timeout: LIMIT,
+        }
     }
 }
 

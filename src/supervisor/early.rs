@@ -3,7 +3,7 @@
 //! Before the loop a run can wait for minutes: for the store's lock, for an image from the replica, for the other machines
 //! of a group. By default a signal ends a process at once. Then Slurm's USR2 does not queue the job again, the lock names
 //! a process that is gone, and process 1 of a container does not even get the signal: the kernel drops it. So a thread
-//! takes the signals, gives the lock back, and ends the process with the exit code that belongs to the signal. Nothing
+//! takes the signals, removes the work folder, gives the lock back, and ends the process with the exit code that belongs to the signal. Nothing
 //! else is undone: whatever the process was doing, it may be killed at any time.
 
 use std::io;
@@ -19,6 +19,7 @@ use crate::config::Requeue;
 use crate::scheduler::Scheduler;
 use crate::telemetry::log;
 use rekindle_base::chain;
+use rekindle_engine::launch::work::WorkFolder;
 use rekindle_os::spawn::Ended;
 use rekindle_store::ReleaseAtExit;
 
@@ -37,6 +38,8 @@ struct Duties {
     text: Option<&'static str>,
     /// The lock that is given back.
     lock: Option<ReleaseAtExit>,
+    /// The work folder that is removed.
+    work: Option<Arc<WorkFolder>>,
     /// How the job is queued again.
     scheduler: Scheduler,
     request: Request,
@@ -65,6 +68,7 @@ impl Early {
             Duties {
                 text: Some("before the job was started: this run ends"),
                 lock: None,
+                work: None,
                 scheduler,
                 request: Request::Nobody,
             },
@@ -75,8 +79,13 @@ impl Early {
     ///
     /// # Errors
     /// When the kernel refuses a handler or a thread.
-    pub(super) fn after_the_loop(lock: ReleaseAtExit, scheduler: Scheduler) -> io::Result<Early> {
-        Early::start(&HURRY, Duties { text: None, lock: Some(lock), scheduler, request: Request::Nobody })
+    pub(super) fn after_the_loop(
+        lock: ReleaseAtExit,
+        work: Arc<WorkFolder>,
+        scheduler: Scheduler,
+    ) -> io::Result<Early> {
+        let (text, lock, work, request) = (None, Some(lock), Some(work), Request::Nobody);
+        Early::start(&HURRY, Duties { text, lock, work, scheduler, request })
     }
 
     fn start(wanted: &[i32], duties: Duties) -> io::Result<Early> {
@@ -114,6 +123,11 @@ impl Early {
     pub(crate) fn gives_back(&self, lock: ReleaseAtExit) {
         locked(&self.duties).lock = Some(lock);
     }
+
+    /// From now on this work folder is removed.
+    pub(crate) fn removes(&self, work: Arc<WorkFolder>) {
+        locked(&self.duties).work = Some(work);
+    }
 }
 
 /// The loop has the signals now, or this process is about to end.
@@ -146,6 +160,7 @@ impl Duties {
             ),
             _ => {}
         }
+        self.work.iter().for_each(|work| work.remove());
         self.lock.iter().for_each(ReleaseAtExit::release);
         log::flush();
         low_level::exit(match signal {

@@ -101,6 +101,7 @@ impl Owner<'_> {
                 criu: &criu,
                 launch: &launch,
                 ours: setup.program.ours(),
+                work: &setup.program.work,
                 staging: setup.images.staging.as_ref(),
                 output: &setup.output,
                 interval: interval.as_ref(),

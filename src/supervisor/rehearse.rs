@@ -209,6 +209,7 @@ fn rehearse(setup: &Setup, image: ImageId, cancel: &AtomicBool) -> io::Result<Ou
         job: setup.folder.name().clone(),
         image,
         criu: (criu.path, (version.0, version.1, version.2)),
+        work: setup.program.work.path().to_owned(),
         reaper: setup.program.reaper.clone(),
         names: setup.program.uplink.as_ref().and_then(|plan| plan.names().ok()),
         user: setup.program.spec.identity.clone(),

@@ -1,6 +1,7 @@
 //! The input of a run: checked before it starts, and never changed.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use chrono::{DateTime, Utc};
 
@@ -11,6 +12,7 @@ use crate::scheduler::Scheduler;
 use crate::watch::beats::Beats;
 use rekindle_criu::Criu;
 use rekindle_cuda::copier::Copier;
+use rekindle_engine::launch::work::WorkFolder;
 use rekindle_engine::launch::{JobSpec, output, uplink};
 use rekindle_engine::parts::gpu::placement::Wishes;
 use rekindle_engine::snapshot::Launch;
@@ -82,6 +84,8 @@ pub(crate) struct Program {
     pub(crate) spec: JobSpec,
     /// The same for manifests.
     pub(crate) launch: Launch,
+    /// The folder of rekindle's own files for this run.
+    pub(crate) work: Arc<WorkFolder>,
     /// This version's reaper, unpacked.
     pub(crate) reaper: PathBuf,
     /// This version's interposer, unpacked, if the job gets it.

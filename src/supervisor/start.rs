@@ -410,6 +410,7 @@ fn restore_job(
         image: &image,
         folder: &setup.folder,
         criu: &criu,
+        work: &setup.program.work,
         reaper: &setup.program.reaper,
         output: &setup.output,
         identity: setup.program.spec.identity.as_ref(),

@@ -43,6 +43,9 @@ pub struct Place<'a> {
     pub init: Option<&'a Child>,
     /// The folder of CRIU's images.
     pub images: &'a Path,
+    /// The same folder, opened for CRIU, where others can change what is on its path or in it; `None`: CRIU opens the
+    /// path.
+    pub opened: Option<&'a OwnedFd>,
     /// A folder for files that CRIU writes besides its images; a restore must not change those.
     pub work: &'a Path,
     /// The time limit for the whole request.
@@ -245,9 +248,13 @@ pub struct Restored {
 
 /// Options of every request.
 fn common(place: &Place<'_>, tcp: Tcp) -> Options {
+    let images = match place.opened {
+        Some(_) => format!("/proc/self/fd/{IMAGES}"),
+        None => place.images.to_string_lossy().into_owned(),
+    };
     Options {
         images_dir_fd: -1,
-        images_dir: Some(place.images.to_string_lossy().into_owned()),
+        images_dir: Some(images),
         log_level: Some(2),
         log_to_stderr: Some(true),
         notify_scripts: Some(true),
@@ -291,8 +298,11 @@ pub(super) fn world_of(init: &Child) -> Result<World, spawn::Error> {
     init.entrance(CloneFlags::CLONE_NEWNET).map_err(failed)
 }
 
+/// The descriptor in CRIU of the folder of its images, if it does not open it by its path.
+const IMAGES: i32 = 4;
+
 /// The first descriptor in CRIU that is a file of the job; lower ones are its own.
-const FIRST_FILE: i32 = 4;
+const FIRST_FILE: i32 = 5;
 
 /// Restores an image; its root becomes a child of this process.
 ///
@@ -386,6 +396,8 @@ impl<'a> Run<'a> {
         let (socket, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
             .map_err(talk("socketpair"))?;
         let (log, log_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(talk("pipe"))?;
+        let opened = place.opened.map(OwnedFd::try_clone).transpose();
+        let opened = opened.map_err(|source| RunError::Talk { what: "descriptor of the images", source })?;
         let log = Reader::start(log).map_err(|source| RunError::Talk { what: "log thread", source })?;
         let null = |fd, flags| Open { fd, path: CString::from(c"/dev/null"), flags, expect: None };
         let work: PathBuf = place.work.into();
@@ -411,6 +423,9 @@ impl<'a> Run<'a> {
                 let spawn = spawn.open(null(0, libc::O_RDONLY)).open(null(1, libc::O_WRONLY));
                 // A session of its own: Ctrl-C, or a signal for our process group, is for us.
                 let mut spawn = spawn.fd(log_end, 2).fd(theirs, 3).session();
+                if let Some(opened) = opened {
+                    spawn = spawn.fd(opened, IMAGES);
+                }
                 for (fd, file) in (FIRST_FILE..).zip(files) {
                     let flags = libc::O_WRONLY | libc::O_APPEND;
                     spawn = spawn.open(Open { fd, path: spawn::c_string(&file.now)?, flags, expect: Some(file.is) });

@@ -19,6 +19,7 @@ pub mod plugin;
 pub mod reaper;
 pub mod tail;
 pub mod uplink;
+pub mod work;
 pub mod world;
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -16,6 +16,7 @@ mod user;
 use std::time::{Duration, Instant};
 
 use crate::launch::identity::Identity;
+use crate::launch::work::WorkFolder;
 use crate::launch::world::{Network, World};
 use crate::launch::{Job, Privileges, mapped, output};
 use crate::parts::files::put_back as files;
@@ -52,6 +53,8 @@ pub struct Request<'a> {
     pub folder: &'a JobFolder,
     /// The installed CRIU.
     pub criu: &'a Criu,
+    /// The folder of our own files, in which CRIU works.
+    pub work: &'a WorkFolder,
     /// This version's reaper, for the init of the new world.
     pub reaper: &'a std::path::Path,
     /// The job's output, which is put back with its other files.
@@ -194,7 +197,7 @@ fn check_files(request: &Request<'_>, manifest: &Manifest) -> Result<(), Error> 
 
 /// Puts back the files of the unpacked image, its own and the job's.
 fn put_files_back(request: &Request<'_>, manifest: &Manifest) -> Result<Vec<FileRollback>, Error> {
-    recreate(request.image, manifest)?;
+    recreate(request, manifest)?;
     let made = files::make_folders(manifest, request.identity)?;
     if made > 0 {
         tracing::info!("created {made} folders that the job had removed since the snapshot");
@@ -252,13 +255,14 @@ fn fits(
 }
 
 /// Puts back rekindle's own files that the job has mapped, of whatever version they are.
-fn recreate(image: &Image, manifest: &Manifest) -> Result<(), Error> {
+fn recreate(request: &Request<'_>, manifest: &Manifest) -> Result<(), Error> {
     for file in &manifest.recreate {
+        let dir = file.path.parent().unwrap_or(&file.path);
+        request.work.also_at(dir)?;
         let put = || -> std::io::Result<()> {
-            let content = file.part.read(&image.dir)?;
-            if let Some(dir) = file.path.parent() {
-                std::fs::create_dir_all(dir)?;
-            }
+            let content = file.part.read(&request.image.dir)?;
+            // In a rehearsal the folder of an earlier place may not be there.
+            std::fs::create_dir_all(dir)?;
             mapped::recreate(&file.path, &content)
         };
         put().map_err(|source| Error::Recreate { path: file.path.to_path_buf(), source })?;

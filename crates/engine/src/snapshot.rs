@@ -41,6 +41,7 @@ pub mod dead;
 mod group;
 mod mapped;
 mod moment;
+pub mod opened;
 pub mod pages;
 mod phases;
 mod preflight;
@@ -51,6 +52,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crate::launch::memory::GpuMemory;
+use crate::launch::work::WorkFolder;
 use crate::launch::{self, Job, Privileges};
 use crate::parts::fds;
 use crate::parts::files::record;
@@ -99,6 +101,8 @@ pub struct Subject<'a> {
     pub launch: &'a Launch,
     /// Files of ours that the job has mapped, to be kept in the image.
     pub ours: Vec<PathBuf>,
+    /// The folder of our own files, in which CRIU works.
+    pub work: &'a WorkFolder,
     /// Where images are stored in memory; `None`: in a slot on the disk.
     pub staging: Option<&'a Area>,
     /// The job's output, rotated while the job is frozen.
@@ -245,6 +249,9 @@ pub enum Error {
     /// The job's memory could not be taken from CRIU.
     #[error("dump: {0}")]
     Pages(#[from] pages::Error),
+    /// The folder of CRIU's images cannot be given to CRIU.
+    #[error("dump: {0}")]
+    Images(#[from] opened::Error),
     /// A file of ours could not be read or written.
     #[error("{what}")]
     Io {
@@ -553,6 +560,7 @@ fn describe(frozen: &phases::Frozen<'_>) -> Result<Manifest, Error> {
         bindings: moment.bindings.clone(),
         saved_links: frozen.saved_links.clone(),
         recreate: frozen.dumped.recreate.clone(),
+        log: JobPath::new(subject.folder.log_dir().path()).ok(),
         mapped_files: frozen.mapped_files()?,
         landing: frozen.landing.clone(),
         kept: None,

@@ -1,4 +1,4 @@
-//! A job's folder: `lock`, `job.json`, `log/`, `bin/`, `images/`, `packs/`.
+//! A job's folder: `lock`, `job.json`, `log/`, `images/`, `packs/`.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -43,9 +43,7 @@ impl JobFolder {
     pub(super) fn create(name: JobName, dir: Beneath, trust: &Trust) -> Result<JobFolder> {
         make_folder(dir.path())?;
         let folder = JobFolder::existing(name, dir, trust)?;
-        for path in
-            [folder.images_dir(), folder.log_dir().path().to_owned(), folder.bin_dir(), folder.packs().dir().to_owned()]
-        {
+        for path in [folder.images_dir(), folder.log_dir().path().to_owned(), folder.packs().dir().to_owned()] {
             make_folder(&path)?;
         }
         Ok(folder)
@@ -93,22 +91,6 @@ impl JobFolder {
     #[must_use]
     pub fn log_dir(&self) -> Beneath {
         self.dir.join("log")
-    }
-
-    /// The folder for rekindle's files that the job runs or maps.
-    #[must_use]
-    pub fn bin_dir(&self) -> PathBuf {
-        self.path().join("bin")
-    }
-
-    /// A folder for files that CRIU writes besides its images; none of them is needed later.
-    ///
-    /// # Errors
-    /// [`Error::Create`], [`Error::NotAFolder`].
-    pub fn scratch_dir(&self) -> Result<PathBuf> {
-        let path = self.path().join("scratch");
-        make_folder(&path)?;
-        Ok(path)
     }
 
     /// The folder of the images.

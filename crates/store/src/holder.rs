@@ -53,6 +53,18 @@ impl Holder {
         }
     }
 
+    /// Whether its process is alive, as far as is known: one in another PID namespace cannot be seen from here.
+    #[must_use]
+    pub fn may_live(&self) -> bool {
+        self.pid_namespace != Holder::this_process().pid_namespace || self.lives()
+    }
+
+    /// Whether its process is seen to be alive.
+    #[must_use]
+    pub fn is_seen_alive(&self) -> bool {
+        self.pid_namespace == Holder::this_process().pid_namespace && self.lives()
+    }
+
     /// Whether its process is alive, if it is in this PID namespace. A zombie is not.
     pub(crate) fn lives(&self) -> bool {
         let pid = self.pid.cast_signed();

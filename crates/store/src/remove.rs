@@ -79,7 +79,6 @@ fn sweep(folder: &JobFolder) -> Result<Vec<PathBuf>> {
     let (doomed, rest): (Vec<_>, Vec<_>) = names.into_iter().partition(|name| leftover(name, DELETED_PREFIX));
     let drafts: Vec<_> = rest.into_iter().filter(|name| leftover(name, TEMP_PREFIX)).map(in_images).collect();
     let mut files = temporary_files(folder.path())?;
-    files.extend(temporary_files(&folder.bin_dir())?);
     if folder.packs().dir().is_dir() {
         files.extend(temporary_files(folder.packs().dir())?);
     }

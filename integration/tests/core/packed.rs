@@ -67,7 +67,7 @@ fn in_every_compression() {
 
 /// What was unpacked to the disk.
 fn unpacked(lab: &Lab) -> PathBuf {
-    lab.job().scratch_dir().unwrap().join("unpacked")
+    lab.job().path().join("unpacked")
 }
 
 #[test]

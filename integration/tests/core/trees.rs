@@ -206,12 +206,13 @@ fn connections_inside_are_kept_and_those_to_the_outside_closed() {
     finish(&lab, run);
 }
 
-/// Has CRIU, when it works for the first time, not begin before the job has made the file `made`, and make the file
-/// `tried` when it is done.
+/// Has CRIU, when it works for the first time, make the file `begun`, not go on before the job has made the file `made`, and
+/// make the file `tried` when it is done.
 fn with_slow_criu(lab: Lab) -> Lab {
     let lab = lab.noting_the_first_dump("tried");
     let text = format!(
-        "case \"$*\" in *swrk*) while [ ! -e '{0}/made' ]; do sleep 0.01; done ;; esac\nexec '{0}/criu' \"$@\"",
+        "case \"$*\" in *swrk*) : > '{0}/begun'; while [ ! -e '{0}/made' ]; do sleep 0.01; done ;; esac\n\
+         exec '{0}/criu' \"$@\"",
         lab.path().display()
     );
     let path = format!("{:?}", lab.script("slow-criu", &text));
@@ -222,8 +223,8 @@ fn with_slow_criu(lab: Lab) -> Lab {
 fn a_connection_inside_that_is_made_while_a_snapshot_begins_is_not_lost() {
     let Some(lab) = Lab::new().map(with_slow_criu) else { return };
     let (_listener, port) = server();
-    let folder = lab.store().join("j/scratch");
-    let mut run = start_with(&lab, "late-connection", &[&port.to_string(), folder.to_str().unwrap()]);
+    let begun = lab.file("begun");
+    let mut run = start_with(&lab, "late-connection", &[&port.to_string(), begun.to_str().unwrap()]);
     run.snapshot(&lab);
     run.wait_said("have connected to each other since");
     count_on(&lab, &mut run, 3);
@@ -235,8 +236,8 @@ fn a_connection_inside_that_is_made_while_a_snapshot_begins_is_not_lost() {
 #[test]
 fn an_event_that_comes_while_a_snapshot_begins_is_not_lost() {
     let Some(lab) = Lab::new().map(with_slow_criu) else { return };
-    let folder = lab.store().join("j/scratch");
-    let mut run = start_with(&lab, "late-event", &[folder.to_str().unwrap()]);
+    let begun = lab.file("begun");
+    let mut run = start_with(&lab, "late-event", &[begun.to_str().unwrap()]);
     run.snapshot(&lab);
     run.wait_said("file events (inotify, fanotify) that process 1001");
     run.crash(&lab);

@@ -139,10 +139,10 @@ fn without_the_interposer_gpu_memory_is_in_the_pages() {
     rig.assert_sequence();
 }
 
-/// The copies of the interposer in the job's folder.
+/// The copies of the interposer in the work folder of the run.
 fn interposers(rig: &Rig) -> Vec<PathBuf> {
-    let bin = rig.path().join("store/j/bin");
-    let files = fs::read_dir(bin).unwrap().map(|entry| entry.unwrap().path());
+    let [work] = rig.work_folders().try_into().unwrap();
+    let files = fs::read_dir(work.join("bin")).unwrap().map(|entry| entry.unwrap().path());
     files.filter(|path| path.extension().is_some_and(|extension| extension == "so")).collect()
 }
 
@@ -161,7 +161,6 @@ fn the_interposer_comes_back_with_the_image() {
     // The next run would not have it, and its job does.
     supervisor.kill();
     rig.assert_nothing_left();
-    fs::remove_file(&interposer).unwrap();
     drop(supervisor);
     rig.set("SNAPSHOT_INTERPOSER", "off");
     let mut supervisor = rig.run();

@@ -376,9 +376,14 @@ case "$*" in *swrk*) ;; *) exec "$real" "$@" ;; esac
         }
     }
 
-    /// The places in memory that are mounted.
+    /// The staging areas that are mounted.
     pub(crate) fn mounted(&self) -> Vec<PathBuf> {
-        rekindle_testing::mounts_below(&self.memory())
+        rekindle_testing::mounts_below(&self.memory()).into_iter().filter(|point| !is_of_run(point)).collect()
+    }
+
+    /// The work folders that are mounted, each of a run.
+    pub(crate) fn work_folders(&self) -> Vec<PathBuf> {
+        rekindle_testing::mounts_below(&self.memory()).into_iter().filter(|point| is_of_run(point)).collect()
     }
 
     /// Removes the images in memory, as a restart of the machine does.
@@ -403,6 +408,10 @@ impl Drop for Lab {
             let _ = nix::sys::signal::kill(Pid::from_raw(*pid), Signal::SIGKILL);
         }
         self.forget_memory();
+        // Of a supervisor that was killed.
+        for point in self.work_folders() {
+            let _ = nix::mount::umount2(&point, nix::mount::MntFlags::MNT_DETACH);
+        }
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
         let mounted = mounts.contains(self.path().to_str().unwrap());
         if std::thread::panicking() {
@@ -411,6 +420,10 @@ impl Drop for Lab {
         assert!(left.is_empty(), "left running: {left:#?}");
         assert!(!mounted, "left mounted: {mounts}");
     }
+}
+
+fn is_of_run(point: &Path) -> bool {
+    point.extension().is_some_and(|extension| extension == "run")
 }
 
 fn bytes_of(path: &Path) -> &[u8] {

@@ -16,6 +16,7 @@ use crate::variables;
 use rekindle_base::interval::FIRST;
 use rekindle_criu::Criu;
 use rekindle_engine::launch::group::{DEVICE, Subnet, largest_packet};
+use rekindle_engine::launch::work::WorkFolder;
 use rekindle_engine::launch::{JobSpec, host, identity};
 use rekindle_group::{ColdStart, Limits, Options, Rank, Restart};
 use rekindle_store::{JobFolder, JobName};
@@ -131,6 +132,7 @@ impl Place {
         self,
         config: &Config,
         folder: &JobFolder,
+        work: &WorkFolder,
         criu: &Criu,
         keep: usize,
         (is_fresh, uses_replica): (bool, bool),
@@ -180,7 +182,7 @@ impl Place {
                 GroupNetwork::Bridge(name) => Underlay::Bridge(name.clone()),
             },
             address,
-            directory: folder.bin_dir(),
+            directory: work.bin(),
             known: KnownNames { host: host::describe().name, nodes: Scheduler::node_names(&variable) },
         };
         let options = Options { leases_end_early: leases_end_early(&coordinator), ..options(config, self.rank, keep) };

@@ -6,6 +6,7 @@ use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::Context;
 
@@ -17,10 +18,23 @@ use crate::watch::beats::Beats;
 use rekindle_abi::variables as helpers;
 use rekindle_base::chain;
 use rekindle_cuda as cuda;
+use rekindle_engine::launch::work::{self, WorkFolder};
 use rekindle_engine::launch::{JobSpec, hwloc, interposer, memory, nccl};
 use rekindle_os::cgroup;
 use rekindle_store::staging::{self, Area};
 use rekindle_store::{JobFolder, WriterLock};
+
+/// The folder of rekindle's own files for this run. What dead supervisors of other jobs have left goes first.
+pub(super) fn work_folder(
+    config: &Config,
+    folder: &JobFolder,
+    lock: &WriterLock,
+) -> Result<Arc<WorkFolder>, work::Error> {
+    for path in work::remove_left() {
+        crate::routine!("removed {}, which a dead supervisor left", path.display());
+    }
+    WorkFolder::make(&config.snapshot.staging_directory, folder, lock).map(Arc::new)
+}
 
 /// The job's tmpfs for images. Without one, images are made in slots on the disk, which takes longer.
 pub(super) fn staging_area(config: &Config, folder: &JobFolder, lock: &WriterLock) -> Option<Area> {
@@ -114,21 +128,15 @@ pub(super) fn hwloc_limits(config: &Config, spec: &mut JobSpec) {
 pub(super) fn interposer(
     config: &Config,
     spec: &mut JobSpec,
-    folder: &JobFolder,
+    work: &WorkFolder,
     area: Option<&Area>,
 ) -> Option<PathBuf> {
     if config.snapshot.interposer == Interposer::Off || !has_driver() {
         return None;
     }
-    // The store is closed to other users, and a tmpfs of the job can be unmounted. So each file is where it has to be.
-    let dir = match (&spec.identity, area) {
-        (None, _) => folder.bin_dir(),
-        (Some(_), Some(area)) => area.path().to_path_buf(),
-        (Some(_), None) => return None,
-    };
     let name = OsStr::new("LD_PRELOAD");
     let set = || -> anyhow::Result<(PathBuf, OsString)> {
-        let path = interposer::unpack(&dir)?;
+        let path = interposer::unpack(&work.bin())?;
         let value = interposer::preload_value(&path, spec.environment.get(name).map(OsString::as_os_str))?;
         Ok((path, value))
     };

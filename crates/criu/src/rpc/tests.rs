@@ -12,7 +12,7 @@ fn ask(script: &str, timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<
     let _ = std::process::Command::new("install").args([&draft, &path]).status();
     assert!(path.exists());
     let criu = Criu::known(path, Version(4, 2, 0));
-    let place = Place { criu: &criu, init: None, images: dir.path(), work: dir.path(), timeout };
+    let place = Place { criu: &criu, init: None, images: dir.path(), opened: None, work: dir.path(), timeout };
     let options = DumpOptions {
         root: 1000,
         tcp: Tcp::Close,
@@ -65,7 +65,7 @@ fn a_panic_in_a_step_of_ours_ends_criu_and_what_it_restored() {
     let _ = std::process::Command::new("install").args([&draft, &path]).status();
     assert!(path.exists());
     let criu = Criu::known(path, Version(4, 2, 0));
-    let place = Place { criu: &criu, init: None, images: dir.path(), work: dir.path(), timeout: LONG };
+    let place = Place { criu: &criu, init: None, images: dir.path(), opened: None, work: dir.path(), timeout: LONG };
     let was_running = std::cell::Cell::new(None);
     let is_running = || {
         let pid = std::fs::read_to_string(&pid).unwrap();
@@ -86,7 +86,8 @@ fn an_answer_that_is_none_and_a_program_that_is_none() {
     let error = ask("echo nonsense >&3\nexec sleep 300", LONG, &|| false).unwrap_err();
     assert!(matches!(error, RunError::Talk { what: "decode", .. }), "{error:?}");
     let criu = Criu::known("/nowhere/criu".into(), Version(4, 2, 0));
-    let place = Place { criu: &criu, init: None, images: Path::new("/"), work: Path::new("/"), timeout: LONG };
+    let place =
+        Place { criu: &criu, init: None, images: Path::new("/"), opened: None, work: Path::new("/"), timeout: LONG };
     assert!(matches!(
         Run::start(&place, Orphan::Dies, &[], None),
         Err(RunError::Start(spawn::Error::Child { step: "execve", .. }))

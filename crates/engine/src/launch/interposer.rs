@@ -30,7 +30,9 @@ pub(super) const INTERPOSER: Embedded = Embedded {
 
 /// A path that LD_PRELOAD cannot name.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error("LD_PRELOAD cannot name {path}: it has a space, a colon or a dollar sign; choose another place for the store")]
+#[error(
+    "LD_PRELOAD cannot name {path}: it has a space, a colon or a dollar sign; set snapshot.staging-directory to another folder"
+)]
 pub struct UnusablePath {
     path: PathBuf,
 }

@@ -1,10 +1,9 @@
 //! The file of the plugin that CRIU loads. `native/plugin/src/lib.rs` documents what it does.
 
 use std::io;
-use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-use super::{embedded, interposer};
+use super::embedded;
 
 /// Built by build.rs from `native/plugin/`. No image names it, so every version has it at the same path.
 pub(crate) const PLUGIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/rekindle-plugin.so"));
@@ -18,25 +17,28 @@ pub struct Error {
     source: io::Error,
 }
 
-/// Writes this version's plugin to a new folder below `scratch`, in which CRIU finds no other, and returns the folder.
+/// Makes sure that a folder has this version's plugin and nothing else, because CRIU loads all that is in it, as root. Only
+/// root must be able to change the folder.
 ///
 /// # Errors
-/// When the file cannot be read or written.
-pub fn unpack(scratch: &Path) -> Result<PathBuf, Error> {
-    let own = scratch.join("plugins");
-    let folder = if interposer::preload_value(&own, None).is_ok() { own } else { PathBuf::from(ELSEWHERE) };
+/// When the file cannot be written, or something else is there.
+pub fn unpack(folder: &Path) -> Result<(), Error> {
     let path = folder.join(rekindle_criu::PLUGIN_NAME);
     let put = || {
-        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder)?;
-        embedded::put(&path, PLUGIN, 0o600)
+        embedded::put(&path, PLUGIN, 0o600)?;
+        for entry in std::fs::read_dir(folder)? {
+            let name = entry?.file_name();
+            if name != rekindle_criu::PLUGIN_NAME {
+                return Err(io::Error::other(format!("there is also {name:?}, which CRIU would load")));
+            }
+        }
+        match std::fs::read(&path)? == PLUGIN {
+            true => Ok(()),
+            false => Err(io::Error::other("it was changed since it was written")),
+        }
     };
-    put().map_err(|source| Error { path: path.clone(), source })?;
-    Ok(folder)
+    put().map_err(|source| Error { path: path.clone(), source })
 }
-
-/// The folder to use if LD_PRELOAD cannot name the store because its path contains a space. Only root can create
-/// anything in /run.
-const ELSEWHERE: &str = "/run/rekindle-plugins";
 
 #[cfg(test)]
 mod tests {
@@ -60,14 +62,16 @@ mod tests {
     }
 
     #[test]
-    fn its_path_is_one_that_can_be_preloaded() {
-        if !rekindle_testing::root() {
-            return;
-        }
+    fn criu_loads_this_versions_plugin_and_nothing_else() {
         let dir = tempfile::tempdir().unwrap();
-        assert_eq!(unpack(dir.path()).unwrap(), dir.path().join("plugins"));
-        let folder = unpack(&dir.path().join("two words")).unwrap();
-        assert!(interposer::preload_value(&folder, None).is_ok());
-        assert_eq!(std::fs::read(folder.join(rekindle_criu::PLUGIN_NAME)).unwrap(), PLUGIN);
+        let plugin = dir.path().join(rekindle_criu::PLUGIN_NAME);
+        unpack(dir.path()).unwrap();
+        assert_eq!(std::fs::read(&plugin).unwrap(), PLUGIN);
+        std::fs::write(&plugin, "of an earlier version").unwrap();
+        unpack(dir.path()).unwrap();
+        assert_eq!(std::fs::read(&plugin).unwrap(), PLUGIN);
+        std::fs::write(dir.path().join("x.so"), "mischief").unwrap();
+        let error = unpack(dir.path()).unwrap_err();
+        assert!(std::error::Error::source(&error).unwrap().to_string().contains("x.so"), "{error:?}");
     }
 }

@@ -111,6 +111,12 @@ pub enum Error {
         #[source]
         source: std::io::Error,
     },
+    /// There is no folder for rekindle's own files at the place that the image names.
+    #[error(transparent)]
+    Work(#[from] crate::launch::work::Error),
+    /// The folder of CRIU's images cannot be given to CRIU.
+    #[error(transparent)]
+    Images(#[from] crate::snapshot::opened::Error),
     /// The world could not be made.
     #[error(transparent)]
     World(#[from] world::Error),
@@ -204,6 +210,8 @@ impl Error {
             | Error::Plugin(_)
             | Error::Output(_)
             | Error::Log { .. }
+            | Error::Work(_)
+            | Error::Images(_)
             | Error::Unpack(_)
             | Error::Staging(_)
             | Error::Recreate { .. }

@@ -6,13 +6,10 @@
 //! or below another store. These folders, and all above them, must be writable by root only. The mode of such a file is
 //! ours to decide, not the image's.
 
-use std::fs;
-use std::io;
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use super::{Error, Request};
-use crate::launch::mapped;
+use crate::launch::{mapped, work};
 use rekindle_store::Manifest;
 use rekindle_store::manifest::Landing;
 
@@ -23,25 +20,32 @@ const LANDINGS: &str = "a restore writes GPU memory only to rekindle's own stagi
 /// Whether all files of ours that the image names may be put where it says. Touches nothing.
 pub(super) fn check(manifest: &Manifest, request: &Request<'_>) -> Result<(), Error> {
     let area = request.unpacking.staging;
-    let here = [Some(request.folder.bin_dir()), area.map(|area| area.path().to_path_buf())];
+    let here = request.work.bin();
     for file in &manifest.recreate {
-        let path = file.path.as_path();
-        let named = mapped::is_named(path);
-        let folder = path.parent().unwrap_or(path);
-        let job = manifest.job.as_str();
-        let result = match named {
-            false => Err(format!("is not the name of a rekindle program; {PROGRAMS}")),
-            true if here.iter().flatten().any(|here| here == folder) => Ok(()),
-            true if is_bin(folder, job) || is_area(folder, job) => is_roots(folder),
-            true => Err(format!("is not in a folder of this job; {PROGRAMS}")),
-        };
-        result.map_err(|why| Error::NotOurs { path: path.to_path_buf(), why })?;
+        let result = check_program(&file.path, &here, manifest.job.as_str());
+        result.map_err(|why| Error::NotOurs { path: file.path.to_path_buf(), why })?;
     }
     for landing in &manifest.landing {
         let result = check_landing(landing, manifest, area.map(|area| area.landing_dir()).as_deref());
         result.map_err(|why| Error::NotOurs { path: landing.path.to_path_buf(), why })?;
     }
     Ok(())
+}
+
+/// `here` is the folder of programs of this run.
+fn check_program(path: &Path, here: &Path, job: &str) -> Result<(), String> {
+    let folder = path.parent().unwrap_or(path);
+    match mapped::is_named(path) {
+        false => Err(format!("is not the name of a rekindle program; {PROGRAMS}")),
+        true if folder == here => Ok(()),
+        true if work::is_bin(folder, job) => work::is_roots(folder),
+        true if is_of_before(folder, job) => Err(
+            "is in a store: the image was made by a version of rekindle before the first release. Finish the job with \
+            that version, or start it from the beginning with --fresh"
+                .into(),
+        ),
+        true => Err(format!("is not in a folder of this job; {PROGRAMS}")),
+    }
 }
 
 fn check_landing(landing: &Landing, manifest: &Manifest, here: Option<&Path>) -> Result<(), String> {
@@ -54,71 +58,25 @@ fn check_landing(landing: &Landing, manifest: &Manifest, here: Option<&Path>) ->
         return Ok(());
     }
     let is_ours = folder.ends_with("landing") && folder.parent().is_some_and(|it| is_area(it, manifest.job.as_str()));
-    if is_ours { is_roots(folder) } else { Err(format!("is not in a staging folder of this job; {LANDINGS}")) }
-}
-
-/// `STORE/JOB/bin`.
-fn is_bin(folder: &Path, job: &str) -> bool {
-    folder.ends_with(Path::new(job).join("bin")) && folder.components().count() > 3
+    if is_ours { work::is_roots(folder) } else { Err(format!("is not in a staging folder of this job; {LANDINGS}")) }
 }
 
 /// `BASE/JOB-HASH`, see [`JobFolder::place_name`](rekindle_store::JobFolder::place_name).
 fn is_area(folder: &Path, job: &str) -> bool {
-    let name = folder.file_name().and_then(|name| name.to_str());
-    let hash = name.and_then(|name| name.strip_prefix(job)).and_then(|rest| rest.strip_prefix('-'));
-    hash.is_some_and(|hash| hash.len() == 8 && hash.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b)))
+    folder.file_name().and_then(|name| name.to_str()).is_some_and(|name| work::is_place(name, job))
 }
 
-/// Checks that only root can change the content of the folder, or replace it. Missing parts of the path are created by
-/// root.
-fn is_roots(folder: &Path) -> Result<(), String> {
-    let there = folder.ancestors().find(|path| fs::symlink_metadata(path).is_ok());
-    let there = there.ok_or("is in a folder that cannot be inspected")?;
-    let real = fs::canonicalize(there).map_err(|error| format!("is in a folder that cannot be inspected: {error}"))?;
-    for path in there.ancestors().chain(real.ancestors()) {
-        let place = if path == folder || (path == real && there == folder) { Place::Last } else { Place::Above };
-        let meta = fs::symlink_metadata(path).map_err(|error: io::Error| {
-            format!("is in a folder that cannot be inspected: {}: {error}", path.display())
-        })?;
-        judge(&meta, place, nix::unistd::geteuid().as_raw())
-            .map_err(|why| format!("is in {}, {why}", path.display()))?;
-    }
-    Ok(())
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Place {
-    Above,
-    Last,
-}
-
-fn judge(meta: &fs::Metadata, place: Place, we: u32) -> Result<(), String> {
-    const OTHERS_WRITE: u32 = 0o022;
-    const STICKY: u32 = 0o1000;
-    if meta.uid() != 0 && meta.uid() != we {
-        return Err(format!("which belongs to user {}: that user can replace the file", meta.uid()));
-    }
-    if meta.is_symlink() {
-        return Ok(());
-    }
-    // In a sticky folder nobody can remove root's files.
-    let is_safe = meta.mode() & OTHERS_WRITE == 0 || (place == Place::Above && meta.mode() & STICKY != 0);
-    if is_safe { Ok(()) } else { Err("which others can write".into()) }
+/// `STORE/JOB/bin`, where versions before the first release had the programs.
+fn is_of_before(folder: &Path, job: &str) -> bool {
+    folder.ends_with(Path::new(job).join("bin"))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::unix::fs::PermissionsExt;
 
     #[test]
     fn only_folders_of_the_form_that_we_make() {
-        for good in ["/var/lib/rekindle/train/bin", "/s/x/train/bin"] {
-            assert!(is_bin(Path::new(good), "train"), "{good}");
-        }
-        for bad in ["/bin", "/train/bin", "/usr/bin", "/var/lib/rekindle/other/bin", "/s/mytrain/bin", "/etc/cron.d"] {
-            assert!(!is_bin(Path::new(bad), "train"), "{bad}");
-        }
         assert!(is_area(Path::new("/run/rekindle/train-0123abcd"), "train"));
         for bad in ["/run/rekindle/train", "/run/train-0123ABCD", "/run/train-0123abc", "/run/other-0123abcd", "/"] {
             assert!(!is_area(Path::new(bad), "train"), "{bad}");
@@ -126,39 +84,26 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_another_can_change_is_not_ours() {
-        if !nix::unistd::geteuid().is_root() {
-            return;
+    fn programs_are_only_put_back_into_a_work_folder_of_root() {
+        let hash = blake3::hash(b"x").to_hex();
+        let name = format!("reaper-{}", &hash[..16]);
+        let here = Path::new("/run/rekindle/train-0123abcd.run/bin");
+        let check = |path: &str| check_program(&Path::new(path).join(&name), here, "train");
+        assert_eq!(check("/run/rekindle/train-0123abcd.run/bin"), Ok(()));
+        assert_eq!(check("/nowhere-at-all/train-89abcdef.run/bin"), Ok(()), "of another machine");
+        let why = check("/var/lib/rekindle/train/bin").unwrap_err();
+        assert!(why.contains("before the first release") && why.contains("--fresh"), "{why}");
+        for bad in ["/usr/bin", "/run/rekindle/other-0123abcd.run/bin", "/run/rekindle/train-0123abcd/bin"] {
+            assert!(check(bad).unwrap_err().contains("not in a folder of this job"), "{bad}");
         }
-        let dir = tempfile::tempdir().unwrap();
-        let (mode, path) =
-            (|path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap(), dir.path());
-        let bin = path.join("store/train/bin");
-        assert_eq!(is_roots(&bin), Ok(()), "what is not there is made");
-        fs::create_dir_all(&bin).unwrap();
-        for folder in [path, &path.join("store"), &path.join("store/train"), &bin] {
-            mode(folder, 0o755);
+        let named = check_program(&here.join("sh"), here, "train").unwrap_err();
+        assert!(named.contains("not the name of a rekindle program"), "{named}");
+        if nix::unistd::geteuid().is_root() {
+            let dir = tempfile::tempdir().unwrap();
+            std::os::unix::fs::chown(dir.path(), Some(12345), None).unwrap();
+            let why = check(dir.path().join("train-0123abcd.run/bin").to_str().unwrap()).unwrap_err();
+            assert!(why.contains("user 12345"), "{why}");
         }
-        assert_eq!(is_roots(&bin), Ok(()));
-        for folder in [path.join("store"), path.join("store/train"), bin.clone()] {
-            mode(&folder, 0o775);
-            let why = is_roots(&bin).unwrap_err();
-            assert!(why.contains("others can write") && why.contains(folder.to_str().unwrap()), "{why}");
-            mode(&folder, 0o755);
-            std::os::unix::fs::chown(&folder, Some(12345), None).unwrap();
-            assert!(is_roots(&bin).unwrap_err().contains("user 12345"));
-            std::os::unix::fs::chown(&folder, Some(0), None).unwrap();
-        }
-        mode(&bin, 0o1777);
-        assert!(is_roots(&bin).is_err(), "anybody may add a file there");
-        mode(&bin, 0o755);
-        // A path through a link is judged by its target.
-        fs::create_dir(path.join("users")).unwrap();
-        fs::rename(path.join("store/train"), path.join("users/train")).unwrap();
-        std::os::unix::fs::symlink(path.join("users/train"), path.join("store/train")).unwrap();
-        assert_eq!(is_roots(&bin), Ok(()));
-        mode(&path.join("users"), 0o777);
-        assert!(is_roots(&bin).is_err());
     }
 
     #[test]

@@ -19,6 +19,7 @@ use crate::parts::gpu::put_back as gpu;
 use crate::parts::kept::put_back::Ahead;
 use crate::parts::{access, affinity, groups, listeners, locks, tcp};
 use crate::snapshot::CRIU_DIR;
+use crate::snapshot::opened::opened;
 use crate::steps::{self, Failed, Step, Timer};
 use rekindle_base::chain;
 use rekindle_criu::image::LostLocks;
@@ -326,9 +327,15 @@ pub(super) fn run_criu(
     cancelled: &dyn Fn() -> bool,
 ) -> Result<Option<(Child, Vec<Watched>)>, Error> {
     let images = request.image.dir.join(CRIU_DIR);
-    let scratch = request.folder.scratch_dir()?;
-    let place =
-        Place { criu: request.criu, init: world.init(), images: &images, work: &scratch, timeout: request.timeout };
+    let (opened, work) = (opened(request.folder, &images)?, request.work.criu());
+    let place = Place {
+        criu: request.criu,
+        init: world.init(),
+        images: &images,
+        opened: opened.as_ref(),
+        work: &work,
+        timeout: request.timeout,
+    };
     let attempt = Attempt { pids: &manifest.tree.ids, began: since_boot() };
     let abandon = || world.abandon(attempt);
     let died = || died_while_restored(&images);
@@ -384,7 +391,8 @@ pub(super) fn run_criu(
     // CRIU works on the files of the job's user with that user's rights. Files that these rights do not reach are
     // opened by us.
     let files = request.identity.and_then(Identity::file_rights);
-    let folder = files.map(|_| plugin::unpack(&scratch)).transpose()?;
+    let folder = files.map(|_| request.work.plugins());
+    folder.as_deref().map(plugin::unpack).transpose()?;
     let plugin = folder.as_deref().map(|folder| Plugin { folder, devices: None, files });
     files::put_links_back(manifest, request.identity)?;
     let which = if plugin.is_some() { Logs::All } else { Logs::Needed };

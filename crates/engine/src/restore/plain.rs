@@ -2,21 +2,19 @@
 //!
 //! An image in memory has them. A loose image in the store has them too; every byte is compared with its hash first. A
 //! packed image is unpacked, and every chunk is checked. It is unpacked into a slot in memory, where it stays for the
-//! next restart; or, if memory is too small, into a folder of the store, which is removed once the job has its memory.
+//! next restart; or, if memory is too small, into a folder of the job in the store, which is removed once the job has its memory.
 //! After a power cut that folder remains, and the next restore removes it first.
 
-use std::fs;
 use std::io;
-use std::os::unix::fs::DirBuilderExt;
-use std::path::PathBuf;
 
 use super::{Error, Request};
 use rekindle_base::chain;
+use rekindle_os::beneath::Beneath;
 use rekindle_store::take::{Need, TakeError};
 use rekindle_store::unpack;
 use rekindle_store::{Form, Image, Manifest};
 
-/// Where a packed image is unpacked below the job's scratch folder.
+/// Where a packed image is unpacked below the job's folder.
 const FOLDER: &str = "unpacked";
 
 /// An image whose parts are plain files.
@@ -29,11 +27,11 @@ pub(super) struct Plain {
 
 /// A folder with an unpacked image; it is removed when this is dropped.
 #[derive(Debug)]
-pub(crate) struct Unpacked(PathBuf);
+pub(crate) struct Unpacked(Beneath);
 
 impl Drop for Unpacked {
     fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
+        let _ = self.0.remove_dir_all();
     }
 }
 
@@ -101,14 +99,15 @@ fn into_folder(
     manifest: &Manifest,
     cancelled: &(dyn Fn() -> bool + Sync),
 ) -> Result<Plain, Error> {
-    let path = request.folder.scratch_dir()?.join(FOLDER);
+    let place = request.folder.dir().join(FOLDER);
+    let path = place.path().to_owned();
     let failed = |source: io::Error| Error::Unpack(unpack::Error::Write { path: path.clone(), source });
-    match fs::remove_dir_all(&path) {
+    match place.remove_dir_all() {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
         _ => {}
     }
-    fs::DirBuilder::new().mode(0o700).create(&path).map_err(failed)?;
-    let folder = Unpacked(path.clone());
+    place.make_dir(0o700).map_err(failed)?;
+    let folder = Unpacked(place);
     run(request, &path, cancelled)?;
     // Not written: see `Image::unpacked`.
     let plain = Manifest { chunks: None, ..manifest.clone() };
@@ -132,11 +131,13 @@ fn run(request: &Request<'_>, into: &std::path::Path, cancelled: &(dyn Fn() -> b
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::path::Path;
 
     use super::*;
     use crate::launch::Privileges;
     use crate::launch::output::{self, Bounds};
+    use crate::launch::work::WorkFolder;
     use crate::launch::world::Network;
     use crate::parts::gpu::placement::Wishes;
     use crate::restore::{ChangedFiles, Cuda, Prepare, Unpacking};
@@ -177,6 +178,7 @@ mod tests {
             image,
             folder,
             criu: &Criu::known("/bin/false".into(), Version(4, 2, 0)),
+            work: &WorkFolder::of_another_process(dir.path().to_owned()),
             reaper: dir.path(),
             output: &output::Files::create(dir.path(), Bounds::default()).unwrap(),
             identity: None,

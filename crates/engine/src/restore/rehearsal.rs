@@ -28,6 +28,7 @@ use super::{Cuda, Error, Prepare, Request, Unpacking, landing};
 use crate::launch::Privileges;
 use crate::launch::identity::Identity;
 use crate::launch::output::{self, Bounds};
+use crate::launch::work::WorkFolder;
 use crate::launch::world::{self, Network, World};
 use crate::snapshot::CRIU_DIR;
 use rekindle_base::chain;
@@ -52,6 +53,8 @@ pub struct Script {
     pub image: ImageId,
     /// CRIU's executable, and its version.
     pub criu: (PathBuf, (u32, u32, u32)),
+    /// The folder of the run's own files.
+    pub work: PathBuf,
     /// This version's reaper.
     pub reaper: PathBuf,
     /// The job's /etc/resolv.conf, if it is not the machine's.
@@ -170,8 +173,8 @@ fn try_it(script: &Script) -> Result<Duration, Failure> {
     let manifest = image.manifest().ok_or_else(|| Failure::NotTried("the image is gone".into()))?;
     harmless(&image, manifest)?;
     let room = room(manifest, script.reserve)?;
-    let scratch = folder.scratch_dir().map_err(|error| Failure::of(&error))?;
-    let as_they_are = view::enter(&scratch, room).map_err(|error| Failure::of(&error))?;
+    let work = WorkFolder::of_another_process(script.work.clone());
+    let as_they_are = view::enter(&work.view(), room).map_err(|error| Failure::of(&error))?;
     // What was opened before is outside of the view: the output of the running job would be cut.
     let folder = open().map_err(|error| Failure::of(&error))?;
     out_of_reach(&image, &as_they_are)?;
@@ -180,7 +183,7 @@ fn try_it(script: &Script) -> Result<Duration, Failure> {
         put.map_err(|error| Failure::NotTried(format!("cannot set up its /etc/resolv.conf: {error}")))?;
     }
     let began = Instant::now();
-    let result = restore(script, &folder, &image, manifest);
+    let result = restore(script, &folder, &work, &image, manifest);
     let took = began.elapsed();
     // When the slot has a later image, this image's files are gone or replaced.
     match result {
@@ -271,7 +274,13 @@ fn memory_of(folder: &JobFolder) -> Option<Area> {
     Area::all_of(folder).into_iter().find(|area| area.medium() == Medium::Memory)
 }
 
-fn restore(script: &Script, folder: &JobFolder, image: &Image, manifest: &Manifest) -> Result<(), Failure> {
+fn restore(
+    script: &Script,
+    folder: &JobFolder,
+    work: &WorkFolder,
+    image: &Image,
+    manifest: &Manifest,
+) -> Result<(), Failure> {
     let (path, version) = &script.criu;
     let criu = Criu::known(path.clone(), Version(version.0, version.1, version.2));
     let files = output::Files::create(&folder.log_dir(), Bounds::default()).map_err(|error| Failure::of(&error))?;
@@ -281,6 +290,7 @@ fn restore(script: &Script, folder: &JobFolder, image: &Image, manifest: &Manife
         image,
         folder,
         criu: &criu,
+        work,
         reaper: &script.reaper,
         output: &files,
         identity: script.user.as_ref(),

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use super::CRIU_DIR;
 use super::mapped;
 use super::moment::{Moment, Still, Wrong};
+use super::opened::opened;
 use super::pages::Drained;
 use super::prepare::Ready;
 use super::seen::{Gpus, Seen, copied};
@@ -250,19 +251,18 @@ impl Freeze<'_> {
             let what = format!("dump: cannot {what}");
             move |source| Error::Io { what, source }
         };
-        let scratch = subject.folder.scratch_dir().map_err(Error::Store)?;
+        let (opened, work) = (opened(subject.folder, &dir)?, subject.work.criu());
         let place = Place {
             criu: subject.criu,
             init: subject.job.world.init(),
             images: &dir,
-            work: &scratch,
+            opened: opened.as_ref(),
+            work: &work,
             timeout: options.dump_timeout,
         };
         let files = env.user().and_then(Identity::file_rights);
-        let folder = match self.ready.devices.is_some() || files.is_some() {
-            true => Some(plugin::unpack(&scratch)?),
-            false => None,
-        };
+        let folder = (self.ready.devices.is_some() || files.is_some()).then(|| subject.work.plugins());
+        folder.as_deref().map(plugin::unpack).transpose()?;
         let devices = self.ready.devices.as_ref().map(Devices::list);
         let dump = DumpOptions {
             root: process::inner_pid(env.root()).ok_or(Error::JobEnded)?,
@@ -311,9 +311,9 @@ impl Freeze<'_> {
             (Err(error), None) => return Err(error.into()),
         };
         let moment = moment.ok_or_else(silent)?;
-        let frozen = criu::image::frozen_time(&scratch).unwrap_or_default();
+        let frozen = criu::image::frozen_time(&work).unwrap_or_default();
         std::fs::write(image.join("dump.log"), log.text()).map_err(io("save CRIU's log"))?;
-        let ours = record::ours(&subject.ours, env.root());
+        let ours = record::ours(&subject.ours, subject.work, &dir, env.root())?;
         let recreate = record::keep_ours(&image, &ours).map_err(io("save rekindle's own files"))?;
         self.dumped = Some(Dumped { moment, drained, frozen, recreate });
         Ok(())

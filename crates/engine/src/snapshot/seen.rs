@@ -1,7 +1,7 @@
 //! Facts about the job before any process is stopped: the phases `preflight` and `find`.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use super::barrier::Barrier;
 use super::pages::{Expected, expect};
@@ -147,7 +147,9 @@ impl<'a> Env<'a> {
     /// Rekindle's own folders with the job's output and its device memory.
     pub(super) fn folders(&self) -> Vec<PathBuf> {
         let staging = self.subject.staging.map(|area| area.path().to_path_buf());
-        staging.into_iter().chain([self.subject.folder.path().to_path_buf()]).collect()
+        let work = self.subject.work;
+        let own = [self.subject.folder.path(), work.path()].map(Path::to_path_buf);
+        staging.into_iter().chain(own).chain(work.others()).collect()
     }
 
     /// Refuses if a process was killed and its parent has not learned of it yet.

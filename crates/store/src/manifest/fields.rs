@@ -83,6 +83,9 @@ pub struct Manifest {
     pub saved_links: Vec<SavedLink>,
     /// Files of ours that the job has mapped, and that must exist before a restore.
     pub recreate: Vec<Recreate>,
+    /// The job's log folder. A restore below another store has the job write to the one there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub log: Option<JobPath>,
     /// Files that a restore needs unchanged and that nothing puts back. Empty in an image of an earlier version.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mapped_files: Vec<MappedFile>,

@@ -57,6 +57,7 @@ fn a_manifest_survives_its_bytes() {
         bindings: vec![Binding { processors: "0-1".into(), threads: vec![7] }],
         saved_links: vec![SavedLink { link: odd.into(), saved: "/data/.rekindle-link-1".into(), owner: None }],
         recreate: vec![Recreate { path: "/x".into(), mode: 0o755, part: "bin/x".into() }],
+        log: Some("/store/j/log".into()),
         phases: vec![Phase { phase: "dump".to_owned(), started_us: 1, took_us: 2 }],
         parts: vec![part("bin/x"), part("criu/core-1.img"), part("files/open-0")],
         interval: Some(interval::choose(&interval::Facts {
@@ -151,6 +152,7 @@ fn full() -> Manifest {
             owner: Some(Owner { uid: 1, gid: 2 }),
         }],
         recreate: vec![Recreate { path: "/x".into(), mode: 0o755, part: "a".into() }],
+        log: Some("/store/j/log".into()),
         mapped_files: vec![MappedFile {
             path: "/lib/m".into(),
             size: 1,
@@ -175,7 +177,7 @@ fn full() -> Manifest {
 }
 
 const PARTS: [&str; 5] = ["/parts/0/path", "/open_files/0/part", "/recreate/0/part", "/landing/0/part", "/kept/part"];
-const PATHS: [&str; 10] = [
+const PATHS: [&str; 11] = [
     "/directory",
     "/open_files/0/path",
     "/given_files/0/path",
@@ -184,6 +186,7 @@ const PATHS: [&str; 10] = [
     "/saved_links/0/link",
     "/saved_links/0/saved",
     "/recreate/0/path",
+    "/log",
     "/mapped_files/0/path",
     "/landing/0/path",
 ];

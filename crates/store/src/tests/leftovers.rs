@@ -96,7 +96,7 @@ fn nothing_else_is_swept() {
     for path in [home.image_path("lost+found"), home.folder.path().join(".tmp-folder"), image.dir.join("criu/.tmp-")] {
         fs::create_dir(path).unwrap();
     }
-    std::os::unix::fs::symlink("/", home.folder.bin_dir().join(".tmp-link")).unwrap();
+    std::os::unix::fs::symlink("/", home.folder.path().join(".tmp-link")).unwrap();
     let before = snapshot(home.store.path());
     assert!(sweep(&home).is_empty());
     assert_eq!(snapshot(home.store.path()), before);
@@ -108,7 +108,7 @@ fn half_written_files_are_swept() {
     let image = home.publish(0);
     let before = snapshot(home.store.path());
     fs::write(home.folder.path().join(".tmp-job.json-1-2"), b"{").unwrap();
-    fs::write(home.folder.bin_dir().join(".tmp-init-1-3"), b"x").unwrap();
+    fs::write(home.folder.path().join(".tmp-init-1-3"), b"x").unwrap();
     fs::write(image.dir.join(".tmp-bad.json-1-4"), b"{").unwrap();
     assert!(image.verify().is_sound());
     assert_eq!(sweep(&home), [".tmp-bad.json-1-4", ".tmp-init-1-3", ".tmp-job.json-1-2"]);

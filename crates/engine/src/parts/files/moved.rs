@@ -17,7 +17,6 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use crate::launch::output::Files;
-use crate::launch::reaper;
 use rekindle_criu::Instead;
 use rekindle_os::beneath::Beneath;
 use rekindle_store::manifest::OpenFile;
@@ -27,10 +26,7 @@ use rekindle_store::{JobFolder, Manifest};
 pub(crate) fn log_here(path: &Path, manifest: &Manifest, folder: &JobFolder) -> Option<Beneath> {
     let (parent, name) = (path.parent()?, path.file_name()?);
     let here = folder.log_dir();
-    let was = |bin: &Path| bin.parent().is_some_and(|job| here.file_name().is_some_and(|log| parent == job.join(log)));
-    // The image's reaper is in the job's folder, or in the folder of its first store if it has moved before.
-    let ours = manifest.recreate.iter().filter(|file| reaper::is_named(&file.path));
-    let is_log = here == *parent || ours.filter_map(|file| file.path.parent()).any(was);
+    let is_log = here == *parent || manifest.log.as_ref().is_some_and(|log| *log == *parent);
     is_log.then(|| here.join(name))
 }
 
@@ -76,8 +72,7 @@ pub(crate) fn instead(
 mod tests {
     use super::*;
     use crate::launch::output::Bounds;
-    use crate::samples::{job_path, part_path};
-    use rekindle_store::manifest::Recreate;
+    use crate::samples::job_path;
     use rekindle_store::{Access, Store};
 
     #[test]
@@ -86,14 +81,13 @@ mod tests {
         let store = Store::open(&dir.path().join("store"), Access::Write).unwrap();
         let folder = store.create_job(&"j".parse().unwrap()).unwrap();
         let open = |path: &Path| OpenFile { append: true, position: 1, ..OpenFile::new(job_path(path), 1) };
-        let reaper = |path: &str| Recreate { path: job_path(path), mode: 0o755, part: part_path("files/r") };
         let log = |name: &str| folder.log_dir().join(name);
         let (ours, other) = (log("stderr.log"), log("x"));
         let mut manifest = Manifest {
             open_files: [Path::new("/old/j/log/stdout.log"), ours.path(), Path::new("/data/log/x"), other.path()]
                 .map(open)
                 .into(),
-            recreate: vec![reaper("/older/j/bin/reaper-1"), reaper("/old/j/bin/reaper-2")],
+            log: Some(job_path("/old/j/log")),
             ..crate::samples::manifest()
         };
         let files = Files::create(&folder.log_dir(), Bounds::default()).unwrap();
@@ -117,7 +111,7 @@ mod tests {
         manifest.open_files[1].append = false;
         assert_eq!(given(&manifest, true, Logs::Needed), [old.clone(), own.clone()]);
         assert_eq!(log_here(ours.path(), &manifest, &folder), Some(ours.clone()));
-        manifest.recreate.clear();
+        manifest.log = None;
         assert_eq!(given(&manifest, false, Logs::Needed), std::slice::from_ref(&own));
         // Somebody has put a link there.
         std::fs::remove_file(&other).unwrap();

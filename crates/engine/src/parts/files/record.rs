@@ -12,7 +12,8 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 
 use crate::launch::identity::Identity;
 use crate::launch::output::Files;
-use crate::launch::reaper;
+use crate::launch::work::WorkFolder;
+use crate::launch::{mapped, reaper};
 use rekindle_criu::image::{self, Holder};
 use rekindle_os::identity;
 use rekindle_os::maps;
@@ -275,11 +276,28 @@ pub(crate) fn drop_links(links: &[SavedLink], root: i32, user: Option<&Identity>
 
 /// Rekindle's own files that the job has mapped. A restored job continues with its old reaper, which may be of another
 /// version or below another store.
-pub(crate) fn ours(given: &[PathBuf], root: i32) -> Vec<PathBuf> {
+pub(crate) fn ours(
+    given: &[PathBuf],
+    work: &WorkFolder,
+    criu_dir: &Path,
+    root: i32,
+) -> Result<Vec<PathBuf>, image::Error> {
     let mut all = given.to_vec();
-    let reaper = process::executable(root);
-    all.extend(reaper.filter(|path| reaper::is_named(path) && !given.contains(path) && path.exists()));
-    all
+    let reaper = process::executable(root).filter(|path| reaper::is_named(path));
+    // A job that was restored from an image of another place has all of them there, and the next run has only what is in
+    // the image.
+    let others = work.others();
+    let mapped = if others.is_empty() { Vec::new() } else { image::checked_files(criu_dir)? };
+    let there = mapped
+        .into_iter()
+        .map(|file| file.path)
+        .filter(|path| mapped::is_named(path) && others.iter().any(|other| path.starts_with(other)));
+    for path in reaper.into_iter().chain(there) {
+        if !all.contains(&path) && path.exists() {
+            all.push(path);
+        }
+    }
+    Ok(all)
 }
 
 /// Puts files of ours that the job has mapped into the image: a restore may happen after an upgrade, or on another

@@ -139,7 +139,7 @@ impl Node<'_> {
     }
 
     fn place<'a>(&'a self, images: &'a Path, work: &'a Path) -> Place<'a> {
-        Place { criu: self.criu, init: self.world.init(), images, work, timeout: Duration::from_secs(60) }
+        Place { criu: self.criu, init: self.world.init(), images, opened: None, work, timeout: Duration::from_secs(60) }
     }
 
     fn dump(&self, moment: u32) {

@@ -85,7 +85,7 @@ fn found() -> Option<Criu> {
 }
 
 fn place<'a>(criu: &'a Criu, images: &'a Path, work: &'a Path) -> Place<'a> {
-    Place { criu, init: None, images, work, timeout: Duration::from_secs(60) }
+    Place { criu, init: None, images, opened: None, work, timeout: Duration::from_secs(60) }
 }
 
 /// Our answer when CRIU has written everything.
