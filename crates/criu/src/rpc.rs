@@ -3,6 +3,10 @@
 //!
 //! Invariants:
 //! - In all cases no CRIU of ours remains: every exit path kills and reaps it.
+//! - That CRIU has ended is what its pidfd says. Its socket may stay open: CRIU forks children at each start to examine
+//!   the kernel, and traces some. If it is killed meanwhile, such a child stays stopped and has all its descriptors.
+//! - Whatever CRIU leaves is killed with its process group. CRIU leads a session of its own, so no process of a job that
+//!   is dumped is in that group.
 //! - If a restore fails, the half-restored tasks are killed (the caller's `abandon` kills their world) before this
 //!   module waits for the end of the log, because the tasks have its pipe open.
 
@@ -12,7 +16,7 @@ use std::ffi::{CString, OsStr, OsString};
 use std::fmt::Display;
 use std::io;
 use std::ops::RangeInclusive;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -20,12 +24,10 @@ use std::time::{Duration, Instant};
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sched::CloneFlags;
-use nix::sys::signal::{Signal, killpg};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, send, socketpair};
-use nix::unistd::Pid;
 use prost::Message;
 
-use self::ending::{AbandonOnPanic, Process, wait_bounded};
+use self::ending::{AbandonOnPanic, Process};
 use super::log::{Log, Reader};
 use super::plugin::{FileRights, PLUGIN_NAME, Plugin};
 use super::proto::{InheritFd, Kind, Options, Request, Response};
@@ -160,7 +162,7 @@ pub enum RunError {
         log: Log,
     },
     /// CRIU ended without an answer.
-    #[error("CRIU ended without an answer ({ended}): {}", reason(log))]
+    #[error("{}", gone(*ended, log))]
     Gone {
         /// How the process ended.
         ended: Ended,
@@ -223,7 +225,25 @@ fn reason(log: &Log) -> String {
     text
 }
 
+fn gone(ended: Ended, log: &Log) -> String {
+    if ended != KILLED {
+        return format!("CRIU ended without an answer ({ended}): {}", reason(log));
+    }
+    let errors = log.errors();
+    let last = if errors.is_empty() { String::new() } else { format!(". Its last errors: {}", errors.join("; ")) };
+    format!("CRIU was killed ({ended}), by the kernel if memory ran out (`dmesg` shows that), or by somebody{last}")
+}
+
+/// Neither CRIU nor its helpers end this way by themselves.
+const KILLED: Ended = Ended::Signal(libc::SIGKILL);
+
 impl RunError {
+    /// Whether somebody else killed CRIU: the kernel for lack of memory, or a user. Another attempt may succeed at once.
+    #[must_use]
+    pub fn says_criu_killed(&self) -> bool {
+        matches!(self, RunError::Gone { ended: KILLED, .. })
+    }
+
     /// CRIU's log, if it wrote one.
     #[must_use]
     pub fn log(&self) -> Option<&Log> {
@@ -513,13 +533,22 @@ impl<'a> Run<'a> {
                 (hooks.abandon)();
             }
             let reply = Request { kind: Kind::Notify.into(), notify_success: Some(success), ..Request::default() };
-            self.send(&reply)?;
-            if let Err(what) = answer {
-                // CRIU undoes its work and reports that; the original reason is what counts.
-                let _ = self.receive(deadline, &|| false, &|| None);
-                return Err(Stop::Hook(what));
-            }
+            let sent = self.send(&reply);
+            let Err(what) = answer else {
+                sent?;
+                continue;
+            };
+            // CRIU undoes its work and reports that; the original reason is what counts.
+            let answer = self.receive(deadline, &|| false, &|| None);
+            // If somebody killed it, the step may have failed because of that. In a restore we did, just now.
+            let was_killed = kind == Kind::Dump && matches!(answer, Err(Stop::Closed)) && self.was_killed();
+            return Err(if was_killed { Stop::Closed } else { Stop::Hook(what) });
         }
+    }
+
+    /// Of one that is gone.
+    fn was_killed(&self) -> bool {
+        self.child.end_within(ENDS_WITHIN).is_ok_and(|ended| ended == Some(KILLED))
     }
 
     fn send(&self, request: &Request) -> Result<(), Stop> {
@@ -562,14 +591,18 @@ impl<'a> Run<'a> {
             }
             // Short, so that a cancellation is noticed soon.
             let wait = PollTimeout::try_from(left.min(Duration::from_millis(50))).unwrap_or(PollTimeout::ZERO);
-            let mut fds = [PollFd::new(std::os::fd::AsFd::as_fd(&self.socket), PollFlags::POLLIN)];
+            let mut fds = [self.socket.as_fd(), self.child.0.as_fd()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
             match poll(&mut fds, wait) {
                 Ok(0) | Err(nix::Error::EINTR) => continue,
                 Ok(_) => {}
                 Err(e) => return Err(Stop::Failed("poll", e.into())),
             }
-            let length = match recv(self.socket.as_raw_fd(), &mut buffer, MsgFlags::empty()) {
+            let has_ended = fds[1].any().unwrap_or(true);
+            let length = match recv(self.socket.as_raw_fd(), &mut buffer, MsgFlags::MSG_DONTWAIT) {
                 Ok(0) | Err(nix::Error::ECONNRESET) => return Err(Stop::Closed),
+                // What it sent before its end was received above.
+                Err(nix::Error::EAGAIN) if has_ended => return Err(Stop::Closed),
+                Err(nix::Error::EAGAIN) => continue,
                 Ok(length) => length,
                 Err(e) => return Err(Stop::Failed("recv", e.into())),
             };
@@ -583,17 +616,22 @@ impl<'a> Run<'a> {
         let talk = |what| move |source| RunError::Talk { what, source };
         // CRIU waits until the socket is closed, then exits; a CRIU that hangs is killed.
         drop(self.socket);
-        match outcome {
-            Ok(_) | Err(Stop::Hook(_)) => {}
-            // What it has started. Its own status remains if it has ended itself.
-            Err(Stop::Closed) => drop(killpg(Pid::from_raw(self.child.0.pid()), Signal::SIGKILL)),
-            Err(_) => self.child.kill().map_err(talk("kill"))?,
+        let by_itself = match outcome {
+            Ok(_) | Err(Stop::Hook(_) | Stop::Closed) => self.child.end_within(ENDS_WITHIN).map_err(talk("wait"))?,
+            Err(_) => None,
+        };
+        // What it has started is ended, too: that has its log open.
+        if by_itself.is_none() || by_itself == Some(KILLED) || matches!(outcome, Err(Stop::Closed)) {
+            self.child.kill().map_err(talk("kill"))?;
         }
-        let ended = wait_bounded(&self.child.0, Duration::from_secs(10)).map_err(talk("wait"))?;
-        let log = self.log.finish(Duration::from_secs(2));
+        let ended = self.child.0.wait().map_err(talk("wait"))?;
+        // A process of the job may have it open for a moment after CRIU was killed.
+        let log = self.log.finish(if by_itself == Some(KILLED) { LAST_LINES } else { Duration::from_secs(2) });
         match outcome {
             Ok(response) if response.success => Ok((response, log)),
             Ok(_) => Err(RunError::Refused { log }),
+            // We have killed it.
+            Err(Stop::Closed) if by_itself.is_none() => Err(RunError::Timeout { limit: ENDS_WITHIN, log }),
             Err(Stop::Closed) => Err(RunError::Gone { ended, log }),
             Err(Stop::TimedOut) => Err(RunError::Timeout { limit, log }),
             Err(Stop::Cancelled) => Err(RunError::Cancelled),
@@ -605,6 +643,10 @@ impl<'a> Run<'a> {
     }
 }
 
+/// How long CRIU may take to exit after its answer, which is a millisecond.
+const ENDS_WITHIN: Duration = Duration::from_secs(10);
+/// How long the lines of a CRIU that was killed may take: they are in the pipe already.
+const LAST_LINES: Duration = Duration::from_millis(200);
 /// How often the tasks are checked while CRIU works: each check reads /proc.
 const LOOK: Duration = Duration::from_millis(200);
 /// How long CRIU may take to give up on a busy machine; if it notices the death of a task, it does so within

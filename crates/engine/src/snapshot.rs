@@ -63,7 +63,6 @@ use rekindle_criu::image::Dangling;
 use rekindle_criu::{self as criu, Criu};
 use rekindle_cuda::copier::Copier;
 use rekindle_os::exits::Watched;
-use rekindle_os::spawn::Ended;
 use rekindle_store::manifest::{self, Manifest, PidNamespace, Reason};
 use rekindle_store::retention::survey::{Limits, NoRoom};
 use rekindle_store::staging::{self, Area, admission};
@@ -342,8 +341,7 @@ impl Error {
                 true
             }
             Error::Dump(criu::RunError::TaskDied { .. }) => true,
-            // Neither CRIU nor its helpers end this way by themselves.
-            Error::Dump(criu::RunError::Gone { ended, .. }) => *ended == Ended::Signal(libc::SIGKILL),
+            Error::Dump(error) if error.says_criu_killed() => true,
             Error::Dump(criu::RunError::Refused { log }) => log.says_moment(),
             _ => false,
         }
@@ -450,6 +448,10 @@ const COMING_AND_GOING: (u32, Duration) = (4, Duration::from_millis(50));
 /// How often it is tried again while there are events that were not read.
 const EVENTS: u32 = 3;
 
+/// How often, and after which pause, it is tried again at once when CRIU was killed. CRIU's code in the job's processes
+/// ends itself when CRIU is gone, in that time.
+const KILLED: (u32, Duration) = (2, Duration::from_millis(50));
+
 /// Everything that is done while the job is frozen; more than once if a moment was not one to take an image of.
 fn frozen<'a>(
     subject: &'a Subject<'a>,
@@ -463,7 +465,7 @@ fn frozen<'a>(
     let root = subject.job.root.pid();
     let over = || cancelled() || subject.job.root.has_ended().unwrap_or(true);
     let mut attempt = 1;
-    let (mut initializing, mut coming_and_going) = (0, 0);
+    let (mut initializing, mut coming_and_going, mut killed) = (0, 0, 0);
     let mut until = None;
     // An attempt that fails fails for the whole group.
     let mut events = if subject.group.is_some() { 0 } else { EVENTS };
@@ -498,6 +500,15 @@ fn frozen<'a>(
                 tracing::info!("trying the snapshot again: {error}");
                 std::thread::sleep(COMING_AND_GOING.1 * (1 << coming_and_going));
                 coming_and_going += 1;
+            }
+            Err(Error::Dump(error)) if error.says_criu_killed() && killed < KILLED.0 => {
+                // If the job was killed with it, that is known soon.
+                std::thread::sleep(KILLED.1);
+                if over() {
+                    return Err(if cancelled() { Error::Cancelled } else { Error::JobEnded });
+                }
+                tracing::warn!("{error}. The job runs on, and the snapshot is tried again at once");
+                killed += 1;
             }
             // What is read meanwhile is waited for by the next preflight.
             Err(error @ Error::Unread(_)) if events > 0 && !over() => {

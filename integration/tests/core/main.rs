@@ -17,6 +17,7 @@ mod completions;
 mod configured;
 mod contents;
 mod control;
+mod criu_death;
 mod damage;
 mod databases;
 mod dead;

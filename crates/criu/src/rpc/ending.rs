@@ -1,8 +1,10 @@
 //! How CRIU's process ends, whatever happens.
 
 use std::io;
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 
@@ -18,6 +20,24 @@ impl Process {
     pub(super) fn kill(&self) -> io::Result<()> {
         let _ = killpg(Pid::from_raw(self.0.pid()), Signal::SIGKILL);
         self.0.signal(libc::SIGKILL)
+    }
+
+    /// Waits until it has ended by itself, for at most `limit`. It is not reaped: its process group keeps its number.
+    pub(super) fn end_within(&self, limit: Duration) -> io::Result<Option<Ended>> {
+        let deadline = Instant::now() + limit;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let wait = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
+            match poll(&mut [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)], wait) {
+                Err(nix::Error::EINTR) => {}
+                Err(error) => return Err(error.into()),
+                Ok(0) if left.is_zero() => return Ok(None),
+                Ok(_) => match self.0.ended()? {
+                    None => {}
+                    ended => return Ok(ended),
+                },
+            }
+        }
     }
 }
 
@@ -40,18 +60,4 @@ impl Drop for AbandonOnPanic<'_> {
             (self.0)();
         }
     }
-}
-
-/// Waits for the child to end, and kills it after `limit`.
-pub(super) fn wait_bounded(child: &Child, limit: Duration) -> io::Result<Ended> {
-    let deadline = Instant::now() + limit;
-    while Instant::now() < deadline {
-        if let Some(ended) = child.try_wait()? {
-            return Ok(ended);
-        }
-        // CRIU exits within a millisecond of its answer.
-        std::thread::sleep(Duration::from_micros(500));
-    }
-    child.signal(libc::SIGKILL)?;
-    child.wait()
 }

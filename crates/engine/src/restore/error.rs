@@ -232,10 +232,10 @@ impl Error {
             // No driver, no permission, a GPU that is full or missing, a process killed meanwhile: the image cannot
             // cause any of these.
             Error::Gpu(_) => Blame::Machine,
-            // Killed by the kernel for lack of memory, or by a user: neither CRIU nor a task ends this way by itself.
-            Error::Criu(
-                criu::RunError::Gone { ended: KILLED, .. } | criu::RunError::TaskDied { ended: KILLED, .. },
-            ) => Blame::Unknown,
+            // By the kernel for lack of memory, or by a user: an older image would not change that.
+            Error::Criu(error) if error.says_criu_killed() => Blame::Machine,
+            // The same for a task of it. A task that the image has asked to be killed ends this way, too.
+            Error::Criu(criu::RunError::TaskDied { ended: KILLED, .. }) => Blame::Unknown,
             Error::Criu(criu::RunError::Refused { log }) if log.says_killed() || log.errors().is_empty() => {
                 Blame::Unknown
             }
@@ -265,6 +265,11 @@ impl Error {
         }
     }
 
+    /// Whether CRIU was killed from outside, so that the next attempt may succeed at once.
+    pub(super) fn says_criu_killed(&self) -> bool {
+        matches!(self, Error::Criu(error) if error.says_criu_killed())
+    }
+
     /// Whether the only obstacle to a restore here are files that the job had mapped or open.
     #[must_use]
     pub fn is_about_files(&self) -> bool {
@@ -285,6 +290,18 @@ impl Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// An older image would lose work, and its CRIU could be killed the same way.
+    #[test]
+    fn a_killed_criu_does_not_count_against_the_image_and_one_that_crashes_does() {
+        let gone = |ended| Error::Criu(criu::RunError::Gone { ended, log: criu::Log::default() });
+        let of = |ended| (gone(ended).blame(), gone(ended).says_criu_killed());
+        assert_eq!(of(KILLED), (Blame::Machine, true));
+        assert_eq!(of(Ended::Signal(libc::SIGSEGV)), (Blame::Image, false));
+        assert_eq!(of(Ended::Exit(1)), (Blame::Image, false));
+        let task = Error::Criu(criu::RunError::TaskDied { pid: 1, ended: KILLED, log: criu::Log::default() });
+        assert_eq!((task.blame(), task.says_criu_killed()), (Blame::Unknown, false));
+    }
 
     #[test]
     fn only_what_the_driver_refuses_because_of_the_image_counts_against_it() {

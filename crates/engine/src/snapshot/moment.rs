@@ -227,8 +227,10 @@ impl Still<'_, '_> {
         let mut open_files = record::open_for_writing(dir, self.env.root()).map_err(|e| e.to_string())?;
         let mapped = criu::image::written_by_mappings(dir).map_err(|e| chain(&e))?;
         let contents = &mut self.seen.contents;
-        let (cancelled, deadline) = (self.env.cancelled, self.deadline);
-        let stopped = || cancelled() || Instant::now() >= deadline;
+        let (cancelled, deadline, root) = (self.env.cancelled, self.deadline, self.env.root());
+        // Without CRIU the job runs again.
+        let has_criu = || process::tracer(root) != Some(0);
+        let stopped = || cancelled() || Instant::now() >= deadline || !has_criu();
         let mut captured = contents.capture(&mut open_files, mapped, view, self.image, &stopped).map_err(|error| {
             let why = match error.kind() {
                 io::ErrorKind::Interrupted => "it took longer than snapshot.dump-timeout".to_owned(),

@@ -3,7 +3,7 @@
 
 use rekindle_base::Ended;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use nix::sched::CloneFlags;
 use rustix::process::{WaitId, WaitIdOptions, waitid};
@@ -16,6 +16,13 @@ use crate::process;
 pub struct Child {
     pub(super) pid: i32,
     pub(super) pidfd: OwnedFd,
+}
+
+/// Its pidfd, which is readable when it has ended.
+impl AsFd for Child {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.pidfd.as_fd()
+    }
 }
 
 impl Child {
@@ -125,8 +132,15 @@ impl Child {
     /// # Errors
     /// When it was reaped before.
     pub fn has_ended(&self) -> io::Result<bool> {
-        let flags = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
-        Ok(self.wait_id(flags)?.is_some())
+        Ok(self.ended()?.is_some())
+    }
+
+    /// How it ended, if it has; does not reap.
+    ///
+    /// # Errors
+    /// When it was reaped before.
+    pub fn ended(&self) -> io::Result<Option<Ended>> {
+        self.wait_id(WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT)
     }
 
     fn wait_with(&self, flags: WaitIdOptions) -> io::Result<Option<Ended>> {
