@@ -262,6 +262,12 @@ fn a_restore_whose_criu_is_killed_after_any_of_its_first_forks_is_made_again() {
     finish(&lab, run);
 }
 
+/// The images that the job was restored from.
+fn restored(said: &str) -> Vec<u32> {
+    let images = said.split("the job was restored from image ").skip(1);
+    images.filter_map(|rest| rest.split('-').next()?.parse().ok()).collect()
+}
+
 fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok()?.parse().ok()
 }
@@ -283,6 +289,7 @@ fn criu_is_killed_at_random_moments() {
     let mut random = Random::new(seed);
     let (mut rounds, mut longest) =
         ([[0; 2]; 3], [(Duration::ZERO, String::new()), Default::default(), Default::default()]);
+    let mut spans = [Duration::from_millis(150); 3];
     for kind in kinds {
         let Some(lab) = lab("") else { return };
         let lab = lab.set("restart.backoff", "\"1ms\"").set("restart.backoff-max", "\"1ms\"");
@@ -293,6 +300,7 @@ fn criu_is_killed_at_random_moments() {
         while left > 0 {
             let work = random.pick(&[Work::Dump, Work::Dump, Work::Restore, Work::Rehearsal]);
             let (pid, before, newest) = (run.job_pid(&lab), restarts(&lab), lab.good()[0]);
+            let restores = restored(&run.err()).len();
             let victim = match work {
                 Work::Dump => {
                     close_gate(&lab);
@@ -316,15 +324,23 @@ fn criu_is_killed_at_random_moments() {
             if work != Work::Rehearsal {
                 open_gate(&lab);
             }
-            let after = random.millis(0, 120);
+            // About as long as it works, which depends on the machine: some of the kills come too late.
+            let span = &mut spans[work as usize];
+            let after = random.time(Duration::ZERO, *span);
             let was_killed = victim.kill_after(after);
+            *span = if was_killed { span.mul_f64(1.1) } else { span.mul_f64(0.8) };
             let began = Instant::now();
             match work {
                 // What a process of the job was just doing for CRIU can end it: then it is restored.
                 Work::Dump => {
                     run.wait_for("the image, or the job is back", || lab.good()[0] > newest || restarts(&lab) > before)
                 }
-                Work::Restore => run.wait_for("the job is back", || restarts(&lab) > before),
+                Work::Restore => {
+                    let said = run.said_so_far();
+                    run.wait_for("it is back", || restarts(&lab) > before && restored(&said()).len() > restores);
+                    let image = restored(&said()).last().copied();
+                    assert!(image >= Some(newest), "{image:?} instead of {newest}: {}", run.err());
+                }
                 Work::Rehearsal => {}
             }
             count_on(&lab, &mut run, 1);
