@@ -148,6 +148,9 @@ pub struct Restored {
     pub timings: Vec<(&'static str, Duration)>,
 }
 
+/// How often a restore is tried again at once when CRIU was killed.
+const KILLED: u32 = 2;
+
 /// Restores a job from an image. `warn` is called with possible problems before anything is done.
 ///
 /// # Errors
@@ -169,13 +172,23 @@ pub fn restore(
     let plain::Plain { image, folder: _until_it_is_back } =
         timings.run("verify", || plain::make(request, cancelled))?;
     let (image, request) = (&image, &Request { image: &image, ..*request });
-    let put_back = timings.run("files", || put_files_back(request, manifest))?;
-    // Needed until the driver has read it back, which is before this function returns.
-    let _landing = timings.run("landing", || landing::put_back::put(image, manifest, request.identity))?;
-    if cancelled() {
-        return Err(Error::Cancelled);
-    }
-    let revived = phases::revive(request, manifest, relocation.as_ref(), &mut timings, cancelled)?;
+    let mut killed = 0;
+    let (put_back, revived) = loop {
+        // Each time: CRIU may be killed when it has just resumed the job, which then has run for a moment.
+        let put_back = timings.run("files", || put_files_back(request, manifest))?;
+        // Needed until the driver has read it back, which is before this function returns.
+        let _landing = timings.run("landing", || landing::put_back::put(image, manifest, request.identity))?;
+        if cancelled() {
+            return Err(Error::Cancelled);
+        }
+        match phases::revive(request, manifest, relocation.as_ref(), &mut timings, cancelled) {
+            Err(error) if error.says_criu_killed() && killed < KILLED && !cancelled() => {
+                killed += 1;
+                tracing::warn!("{error}. The job is restored from the same image at once");
+            }
+            result => break (put_back, result?),
+        }
+    };
     let moved = match (revived.gpus, relocation) {
         (Gpus::Back, Some(relocation)) => relocation.moved,
         (Gpus::Back, None) | (Gpus::Gone, _) => Vec::new(),

@@ -127,7 +127,7 @@ fn a_restart_whose_cuda_restore_fails_is_tried_again() {
     supervisor.assert_unharmed(1);
     rig.criu_fault("rm -f \"$0-fault\"; kill -9 $$");
     supervisor.kill_job();
-    supervisor.said("it is restored from the same image at once");
+    supervisor.said("The job is restored from the same image at once");
     supervisor.said("the job was restored from image");
     supervisor.assert_unharmed(1);
     assert!(rig.images().iter().all(rekindle_store::Image::is_good));

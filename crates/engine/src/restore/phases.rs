@@ -50,9 +50,6 @@ fn steps<'a>() -> [Step<Restore<'a>, Error>; 8] {
     ]
 }
 
-/// How often a restore is tried again at once when CRIU was killed.
-const KILLED: u32 = 2;
-
 /// How long each part of a restore took, in order.
 #[derive(Default)]
 pub(super) struct Timings(pub(super) Vec<(&'static str, Duration)>);
@@ -118,24 +115,15 @@ pub(super) fn revive(
     timings: &mut Timings,
     cancelled: &(dyn Fn() -> bool + Sync),
 ) -> Result<Revived, Error> {
-    let images = request.image.dir.join(CRIU_DIR);
-    let mut killed = 0;
-    loop {
-        let lost_locks = criu::image::lost_locks(&images).map_err(criu::RunError::Image)?;
-        let (made, gpus, stopped) = (Made::Nothing, Gpus::Back, gpu::Stopped::default());
-        let (ahead, open, began) = (None, Vec::new(), since_boot());
-        let mut restore =
-            Restore { request, manifest, relocation, lost_locks, cancelled, began, made, open, gpus, ahead, stopped };
-        // CRIU and the driver look at `cancelled` while they work.
-        let error = match steps::run(&steps(), &mut restore, timings, &|| Ok(())) {
-            Ok(()) => return restore.revived(),
-            Err(failed) => restore.failed(failed),
-        };
-        if !error.says_criu_killed() || killed == KILLED || cancelled() {
-            return Err(error);
-        }
-        killed += 1;
-        tracing::warn!("{error}. Nothing of the job ran, and it is restored from the same image at once");
+    let lost_locks = criu::image::lost_locks(&request.image.dir.join(CRIU_DIR)).map_err(criu::RunError::Image)?;
+    let (made, gpus, stopped) = (Made::Nothing, Gpus::Back, gpu::Stopped::default());
+    let (ahead, open, began) = (None, Vec::new(), since_boot());
+    let mut restore =
+        Restore { request, manifest, relocation, lost_locks, cancelled, began, made, open, gpus, ahead, stopped };
+    // CRIU and the driver look at `cancelled` while they work.
+    match steps::run(&steps(), &mut restore, timings, &|| Ok(())) {
+        Ok(()) => restore.revived(),
+        Err(failed) => Err(restore.failed(failed)),
     }
 }
 
