@@ -7,7 +7,7 @@
 use std::fs::{self, File};
 use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -142,10 +142,17 @@ fn close_gate(lab: &Lab) {
     fs::write(lab.file("closed"), "").unwrap();
 }
 
-/// Lets it go on.
-fn open_gate(lab: &Lab) {
-    // Opened for both, it waits for nobody.
-    File::options().read(true).write(true).open(lab.file("gate")).unwrap().write_all(b"\n").unwrap();
+/// Lets it go on. It may not have come to the gate yet, and it may have been ended there.
+fn open_gate(lab: &Lab, waiting: &Victim) {
+    let gate = lab.file("gate");
+    let open = || File::options().write(true).custom_flags(nix::libc::O_NONBLOCK).open(&gate);
+    let mut opened = open();
+    while opened.is_err() && !waiting.has_ended(PollTimeout::ZERO) {
+        opened = open();
+    }
+    if let Ok(mut gate) = opened {
+        let _ = gate.write_all(b"\n");
+    }
 }
 
 /// Waits for a CRIU at the gate.
@@ -184,7 +191,7 @@ impl Victim {
             // Some children live for less than a millisecond.
             process::be_prompt();
             let (mut last, mut now, mut count) = (Vec::new(), [0; 256], 0);
-            open_gate(lab);
+            open_gate(lab, self);
             while let Ok(length) = children.read_at(&mut now, 0) {
                 let text = now.get(..length).unwrap();
                 if text.is_empty() && self.has_ended(PollTimeout::ZERO) {
@@ -322,7 +329,7 @@ fn criu_is_killed_at_random_moments() {
                 }
             };
             if work != Work::Rehearsal {
-                open_gate(&lab);
+                open_gate(&lab, &victim);
             }
             // About as long as it works, which depends on the machine: some of the kills come too late.
             let span = &mut spans[work as usize];
