@@ -18,9 +18,9 @@ use nix::unistd::User;
 use crate::supervisor::{Lab, comes, job_file, python, tail};
 
 /// The files that may not change, by path, with the attributes and the hash that are compared.
-type Seen = BTreeMap<PathBuf, (u32, u32, u32, u64, blake3::Hash)>;
+pub(crate) type Seen = BTreeMap<PathBuf, (u32, u32, u32, u64, blake3::Hash)>;
 
-fn look(path: &Path, seen: &mut Seen) {
+pub(crate) fn look(path: &Path, seen: &mut Seen) {
     let Ok(metadata) = fs::symlink_metadata(path) else { return };
     let content = match metadata.is_file() {
         true => blake3::hash(&fs::read(path).unwrap()),
@@ -51,13 +51,13 @@ fn make_roots(folder: &Path) {
     mode(folder, 0o755);
 }
 
-fn copy(from: &Path, to: &Path) {
+pub(crate) fn copy(from: &Path, to: &Path) {
     let done = Command::new("cp").arg("-a").args([from, to]).status().unwrap();
     assert!(done.success());
 }
 
 /// A number from the environment.
-fn number(name: &str) -> Option<u64> {
+pub(crate) fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok()?.parse().ok()
 }
 

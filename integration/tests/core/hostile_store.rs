@@ -1,0 +1,832 @@
+//! Whoever can write the store, and has no key, gains nothing from a rekindle that is root.
+//!
+//! The attacker is another client of the file server, or whoever made the backup that was put back: everything below
+//! the folder of the store may be anything. `store.encryption-key` is set, and the attacker does not know the key. Root
+//! follows no link there, loads no library from there, and waits for nothing there; and what an attacker has put there
+//! is not the fault of the images.
+
+use std::fs;
+use std::io::Read;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::signal::Signal;
+use nix::sys::stat::Mode;
+use nix::unistd::{User, mkfifo};
+
+use crate::supervisor::{Lab, Running, comes, python, tail};
+use crate::sweep::{Seen, copy, look};
+
+/// How long a command may take until it has done its work or has given up: more than it takes with nothing in its way.
+pub(crate) const WITHIN: Duration = Duration::from_secs(60);
+
+/// Counts, and says outside the store that it lives.
+const JOB: &str = "import sys, time
+n = 0
+while True:
+    n += 1
+    print('n', n, flush=True)
+    open(sys.argv[1], 'w').close()
+    time.sleep(0.02)";
+
+/// A store with an image of a job that was killed. Nothing of it is in memory.
+#[derive(Debug)]
+pub(crate) struct Ground {
+    pub(crate) lab: Lab,
+    pub(crate) command: Vec<String>,
+    /// A folder of root's, outside the store.
+    pub(crate) outside: PathBuf,
+    /// A copy of the store.
+    pristine: PathBuf,
+    beat: PathBuf,
+}
+
+/// How a run ended, or that its job lived.
+#[derive(Debug)]
+pub(crate) enum Outcome {
+    /// The job ran, and was killed by the test. What rekindle said until then.
+    Lived(String),
+    /// rekindle ended with this code, before the job ran.
+    Ended(i32, String),
+}
+
+impl Outcome {
+    pub(crate) fn said(&self) -> &str {
+        match self {
+            Outcome::Lived(said) | Outcome::Ended(_, said) => said,
+        }
+    }
+}
+
+impl Ground {
+    /// With a key, and a job of root's.
+    fn new() -> Option<Ground> {
+        Ground::of("root")
+    }
+
+    /// With a key, and a job of this user.
+    fn of(user: &str) -> Option<Ground> {
+        Ground::made(Lab::new()?, user, true)
+    }
+
+    pub(crate) fn made(lab: Lab, user: &str, key: bool) -> Option<Ground> {
+        let (theirs, outside) = (lab.file("theirs"), lab.file("outside"));
+        fs::create_dir(&theirs).unwrap();
+        let mut lab = lab.set_file("job.directory", "theirs").set("restart.max-restarts", "1");
+        if user != "root" {
+            let user = User::from_name(user).unwrap().unwrap();
+            nix::unistd::chown(&theirs, Some(user.uid), Some(user.gid)).unwrap();
+            lab = lab.set("job.user", &format!("{:?}", user.name));
+        }
+        if key {
+            fs::write(lab.file("key"), [7; 32]).unwrap();
+            mode(&lab.file("key"), 0o600);
+            lab = lab.set_file("store.encryption-key", "key");
+        }
+        make_outside(&outside);
+        let beat = theirs.join("beat");
+        let words = [python()?.to_str().unwrap(), "-Sc", JOB, beat.to_str().unwrap()];
+        let command = words.map(str::to_owned).to_vec();
+        let pristine = lab.file("pristine");
+        let ground = Ground { lab, command, outside, pristine, beat };
+        let mut run = ground.lab.run(&ground.command);
+        run.job_pid(&ground.lab);
+        run.wait_for("the job lives", || ground.beat.exists());
+        run.snapshot(&ground.lab);
+        ground.lab.kill_9(run);
+        ground.lab.forget_memory();
+        copy(&ground.lab.store(), &ground.pristine);
+        Some(ground)
+    }
+
+    /// A file in the job's folder of the store.
+    pub(crate) fn there(&self, name: &str) -> PathBuf {
+        self.lab.store().join("j").join(name)
+    }
+
+    /// The store as it was.
+    pub(crate) fn reset(&self) {
+        self.lab.forget_memory();
+        fs::remove_dir_all(self.lab.store()).unwrap();
+        copy(&self.pristine, &self.lab.store());
+    }
+
+    /// Puts one entry of the job's folder back to what it was.
+    fn mend(&self, name: &str) {
+        let (there, was) = (self.there(name), self.pristine.join("j").join(name));
+        remove(&there);
+        if fs::symlink_metadata(&was).is_ok() {
+            copy(&was, &there);
+        }
+    }
+
+    /// Moves what is at this name out of the store, if there is something, and answers where it was.
+    fn emptied(&self, name: &str) -> PathBuf {
+        let there = self.there(name);
+        remove(&there);
+        fs::create_dir_all(there.parent().unwrap()).unwrap();
+        there
+    }
+
+    /// Runs the job until it lives or rekindle has ended.
+    pub(crate) fn begin(&self, head: &[&str]) -> (Running, bool) {
+        let _ = fs::remove_file(&self.beat);
+        let mut run = self.lab.run_with(head, &self.command);
+        let is_over = comes(WITHIN, || self.beat.exists() || !run.runs());
+        assert!(is_over, "{head:?} neither runs the job nor gives up: {}", tail(&run.err()));
+        let lives = run.runs();
+        (run, lives)
+    }
+
+    /// The same, and kills it.
+    fn run(&self, head: &[&str]) -> Outcome {
+        let (mut run, lives) = self.begin(head);
+        if lives {
+            run.kill();
+            self.lab.assert_all_gone();
+            return Outcome::Lived(run.err());
+        }
+        let (code, _, said) = run.finish(WITHIN);
+        self.lab.assert_all_gone();
+        Outcome::Ended(code, said)
+    }
+
+    /// Takes a snapshot. Whether there is a new image; it may fail, and then the job is still there.
+    pub(crate) fn snapshot(&self, run: &mut Running) -> bool {
+        const ENDS: [&str; 4] =
+            ["the job was frozen for", "the snapshot failed", "snapshot was cancelled", "no snapshot was taken"];
+        let said = run.said_so_far();
+        let count = || ENDS.map(|words| said().matches(words).count());
+        let before = count();
+        run.signal(Signal::SIGUSR1);
+        let is_over = comes(WITHIN, || count() != before || !run.runs());
+        assert!(is_over, "the snapshot neither succeeds nor fails: {}", tail(&said()));
+        count()[0] > before[0]
+    }
+
+    /// The job's images are what they were: the attacker's work is not the fault of any.
+    fn assert_good(&self, what: &str) {
+        let good = self.lab.good();
+        assert!(good.contains(&1), "{what}: {good:?}");
+        assert!(!self.there("images").read_dir().unwrap().flatten().any(|it| it.path().join("bad.json").exists()));
+    }
+}
+
+/// The two ways to start, of which one restores.
+const RUN: &[&str] = &["run", "--name", "j", "--"];
+const FRESH: &[&str] = &["run", "--fresh", "--name", "j", "--"];
+
+pub(crate) fn mode(path: &Path, mode: u32) {
+    fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+}
+
+fn remove(path: &Path) {
+    match fs::symlink_metadata(path) {
+        Ok(meta) if meta.is_dir() => fs::remove_dir_all(path).unwrap(),
+        Ok(_) => fs::remove_file(path).unwrap(),
+        Err(_) => {}
+    }
+}
+
+/// Things of root's: a file longer than any output here, and a folder with files that look like leftovers.
+fn make_outside(folder: &Path) {
+    fs::create_dir(folder).unwrap();
+    fs::write(folder.join("secret"), "root's secret\n".repeat(1 << 14)).unwrap();
+    mode(&folder.join("secret"), 0o600);
+    fs::create_dir(folder.join("folder")).unwrap();
+    for name in [".tmp-mine", ".tmp-stdout.log-1-1", ".del-mine", "secret", "boot"] {
+        fs::write(folder.join("folder").join(name), "root's").unwrap();
+        mode(&folder.join("folder").join(name), 0o600);
+    }
+    fs::create_dir_all(folder.join("folder/.tmp-folder/within")).unwrap();
+    mode(&folder.join("folder"), 0o755);
+    mode(folder, 0o755);
+}
+
+/// What may not change.
+#[derive(Debug)]
+pub(crate) struct Outside {
+    paths: Vec<PathBuf>,
+    before: Seen,
+}
+
+impl Outside {
+    pub(crate) fn at<'a>(paths: impl IntoIterator<Item = &'a Path>) -> Outside {
+        let machine = ["/etc/passwd", "/etc/shadow", "/etc/hosts", "/etc/cron.d", "/dev/null"].map(Path::new);
+        let paths: Vec<PathBuf> = paths.into_iter().chain(machine).map(Path::to_owned).collect();
+        let before = Outside::seen(&paths);
+        Outside { paths, before }
+    }
+
+    fn seen(paths: &[PathBuf]) -> Seen {
+        let mut seen = Seen::new();
+        paths.iter().for_each(|path| look(path, &mut seen));
+        seen
+    }
+
+    /// The paths whose owner, mode or content changed, which are new or gone.
+    pub(crate) fn changes(&self) -> Vec<PathBuf> {
+        let now = Outside::seen(&self.paths);
+        let changed = self.before.iter().filter(|(path, what)| now.get(*path) != Some(what)).map(|(path, _)| path);
+        let new = now.keys().filter(|path| !self.before.contains_key(*path));
+        changed.chain(new).cloned().collect()
+    }
+
+    fn assert_untouched(&self, what: &str, said: &str) {
+        let changes = self.changes();
+        assert!(changes.is_empty(), "{what}: rekindle changed {changes:?}\n{}", tail(said));
+    }
+}
+
+/// A shared object that says it was loaded: whatever a process does with it later, this is done when it is loaded.
+pub(crate) struct Library {
+    pub(crate) file: PathBuf,
+    marker: PathBuf,
+}
+
+impl Library {
+    pub(crate) fn compile(lab: &Lab) -> Option<Library> {
+        // It needs no version of the C library: what loads it may have another.
+        const SOURCE: &str = "int open(const char *, int, ...); int dprintf(int, const char *, ...); int getpid(void);
+            __attribute__((constructor)) static void loaded(void) {
+                dprintf(open(MARKER, 02101, 0666), \"loaded by process %d\\n\", getpid());
+            }";
+        let folder = lab.file("loaded");
+        fs::create_dir(&folder).unwrap();
+        mode(&folder, 0o777);
+        let (source, file, marker) = (lab.file("library.c"), lab.file("library.so"), folder.join("marker"));
+        fs::write(&source, SOURCE).unwrap();
+        let define = format!("-DMARKER=\"{}\"", marker.display());
+        let mut cc = Command::new("cc");
+        cc.args(["-shared", "-fPIC", "-nostdlib", "-o"]).args([&file, &source]).arg(define);
+        let made = cc.output();
+        let why = "there is no C compiler: cc";
+        let done = rekindle_testing::needs("cc", made.ok(), why)?;
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        Some(Library { file, marker })
+    }
+
+    /// Which processes have loaded it.
+    pub(crate) fn loads(&self) -> String {
+        fs::read_to_string(&self.marker).unwrap_or_default()
+    }
+}
+
+/// CRIU loads every library in the folder of its plugins as root, and before it reads anything.
+#[test]
+fn no_library_in_the_store_is_loaded() {
+    for user in ["root", "nobody"] {
+        let Some(ground) = Ground::of(user) else { return };
+        let Some(library) = Library::compile(&ground.lab) else { return };
+        let plant = || {
+            for folder in ["", "scratch", "scratch/plugins", "bin", "log", "images", "packs"] {
+                let folder = ground.there(folder);
+                fs::create_dir_all(&folder).unwrap();
+                fs::copy(&library.file, folder.join("x.so")).unwrap();
+                fs::copy(&library.file, folder.join("cuda_plugin.so")).unwrap();
+            }
+        };
+        plant();
+        let (mut run, lives) = ground.begin(RUN);
+        let said = run.err();
+        assert_eq!(library.loads(), "", "{user}: at the restore: {said}");
+        assert!(lives && said.contains("the job was restored from"), "{user}: {said}");
+        plant();
+        let taken = ground.snapshot(&mut run);
+        assert_eq!(library.loads(), "", "{user}: at the snapshot: {}", run.err());
+        assert!(taken, "{user}: {}", run.err());
+        ground.lab.kill_9(run);
+    }
+}
+
+/// It proves something that nothing was loaded: another program loads it.
+#[test]
+fn the_library_says_that_it_was_loaded() {
+    let Some(lab) = Lab::new() else { return };
+    let Some(library) = Library::compile(&lab) else { return };
+    let load = "import ctypes, sys; ctypes.CDLL(sys.argv[1])";
+    let done = Command::new(python().unwrap()).args(["-Sc", load]).arg(&library.file).status().unwrap();
+    assert!(done.success() && library.loads().starts_with("loaded by process "), "{}", library.loads());
+}
+
+/// Root can enter every folder. The job's user names the one it starts in, and may replace it.
+#[test]
+fn a_job_starts_in_no_folder_that_is_closed_to_its_user() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("job.user", "\"nobody\"").set("restart.max-restarts", "3").set("restart.backoff", "\"0s\"");
+    let lab = lab.set_file("job.directory", "theirs/here");
+    let nobody = User::from_name("nobody").unwrap().unwrap();
+    let (theirs, home) = (lab.file("theirs"), lab.file("home"));
+    fs::create_dir_all(theirs.join("here")).unwrap();
+    fs::create_dir_all(home.join("open")).unwrap();
+    fs::write(home.join("open/data"), "another user's").unwrap();
+    for (path, bits) in [("open/data", 0o644), ("open", 0o755), ("", 0o700)] {
+        mode(&home.join(path), bits);
+        nix::unistd::chown(&home.join(path), Some(1.into()), Some(1.into())).unwrap();
+    }
+    for path in [&theirs, &theirs.join("here")] {
+        nix::unistd::chown(path, Some(nobody.uid), Some(nobody.gid)).unwrap();
+    }
+    let secret = home.join("open/data").display().to_string();
+    let attack = format!(
+        "cat {secret} && exit 3; cat data 2> /dev/null && exit 4; cd ..; mv here aside; ln -s {} here; exit 9",
+        home.join("open").display()
+    );
+    let (code, out, said) = lab.run(["sh", "-c", &attack]).finish(WITHIN);
+    assert!(!out.contains("another user's") && code != 4, "{code}: {out}\n{said}");
+    assert_eq!(code, 126, "{said}");
+    let here = theirs.join("here").display().to_string();
+    assert!(said.contains(&here) && said.contains("Permission denied"), "{said}");
+}
+
+/// What must come of something in the store that is not what it should be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Wanted {
+    /// rekindle refuses to run.
+    Refused,
+    /// Or it does not use that place at all, or replaces what is there, and runs.
+    RefusedOrRuns,
+}
+
+/// Checks what rekindle made of it: nothing outside the store has changed, and it says what is wrong.
+fn judge(ground: &Ground, outcome: &Outcome, wanted: Wanted, name: &str, words: [&str; 2]) {
+    match outcome {
+        Outcome::Lived(said) => assert!(wanted == Wanted::RefusedOrRuns, "{name}: the job runs\n{}", tail(said)),
+        Outcome::Ended(code, said) => {
+            let there = ground.there(name).display().to_string();
+            assert_eq!(*code, 78, "{name}: {}", tail(said));
+            assert!(said.contains(&there), "{there} is not named: {}", tail(said));
+            assert!(words.iter().all(|word| said.contains(word)), "{name}: no {words:?} in {}", tail(said));
+            let advice = ["emove", "elete", "move it", "Move it"];
+            assert!(advice.iter().any(|word| said.contains(word)), "{name}: it does not say what to do: {said}");
+        }
+    }
+}
+
+/// Plants something at each of these names, and runs the job in both ways.
+fn each(names: &[&str], wanted: Wanted, words: [&str; 2], plant: impl Fn(&Ground, &Path)) {
+    let Some(ground) = Ground::new() else { return };
+    let outside = Outside::at([ground.outside.as_path()]);
+    for name in names {
+        for head in [RUN, FRESH] {
+            ground.reset();
+            plant(&ground, &ground.emptied(name));
+            let outcome = ground.run(head);
+            outside.assert_untouched(&format!("{name} {head:?}"), outcome.said());
+            judge(&ground, &outcome, wanted, name, words);
+            ground.mend(name);
+            ground.assert_good(name);
+        }
+    }
+}
+
+const LINK_FOR_FILE: [&str; 2] = ["a symbolic link", "a regular file"];
+const LINK_FOR_FOLDER: [&str; 2] = ["a symbolic link", "a folder"];
+
+#[test]
+fn output_goes_into_no_file_that_a_link_names() {
+    each(&["log/stdout.log", "log/stderr.log"], Wanted::Refused, LINK_FOR_FILE, |ground, path| {
+        symlink(ground.outside.join("secret"), path).unwrap();
+    });
+}
+
+/// Nor is a file made where a link leads that leads nowhere.
+#[test]
+fn output_makes_no_file_that_a_link_names() {
+    each(&["log/stdout.log", "log/stderr.log"], Wanted::Refused, LINK_FOR_FILE, |ground, path| {
+        symlink(ground.outside.join("new"), path).unwrap();
+    });
+}
+
+#[test]
+fn events_go_into_no_file_that_a_link_names() {
+    each(&["log/events.jsonl"], Wanted::Refused, LINK_FOR_FILE, |ground, path| {
+        symlink(ground.outside.join("secret"), path).unwrap();
+    });
+}
+
+/// A backup made with `cp -al` is no attack, but its files are the same: nothing may be changed in place.
+#[test]
+fn output_and_events_go_into_no_file_that_has_another_name() {
+    for user in ["root", "nobody"] {
+        let Some(ground) = Ground::of(user) else { return };
+        for name in ["log/stdout.log", "log/stderr.log", "log/events.jsonl"] {
+            for head in [RUN, FRESH] {
+                ground.reset();
+                let path = ground.emptied(name);
+                fs::hard_link(ground.outside.join("secret"), &path).unwrap();
+                let outside = Outside::at([ground.outside.as_path()]);
+                let outcome = ground.run(head);
+                outside.assert_untouched(&format!("{user} {name} {head:?}"), outcome.said());
+                if let Outcome::Ended(code, said) = &outcome {
+                    assert!(*code == 78 && said.contains(path.to_str().unwrap()), "{code}: {said}");
+                }
+                ground.mend(name);
+                ground.assert_good(name);
+            }
+        }
+    }
+}
+
+/// open(2) of a FIFO waits for the other end, and nobody has it.
+#[test]
+fn nobody_waits_for_a_fifo_among_the_output() {
+    let names = ["log/stdout.log", "log/stderr.log", "log/events.jsonl"];
+    each(&names, Wanted::Refused, ["a FIFO", "a regular file"], |_, path| mkfifo(path, Mode::S_IRWXU).unwrap());
+}
+
+/// What is read of the job and its images, too. Each command ends, and says what is wrong.
+#[test]
+fn nobody_waits_for_a_fifo_elsewhere() {
+    let Some(ground) = Ground::new() else { return };
+    let image = format!("images/{}", ground.lab.images()[0].id);
+    let pack = ground.lab.job().packs().names().unwrap()[0];
+    let pack = ["pack", "idx", "gone"].map(|kind| format!("packs/{pack}.{kind}"));
+    let of_image = ["manifest.json", "bad.json", "tags.json", "chunks"].map(|name| format!("{image}/{name}"));
+    let of_job = ["lock", "job.json", "state.json", "result.json", "proven.json"].map(str::to_owned);
+    for name in of_job.into_iter().chain(of_image).chain(pack) {
+        ground.reset();
+        mkfifo(&ground.emptied(&name), Mode::S_IRWXU).unwrap();
+        let commands: [&[&str]; 6] =
+            [&["list", "j"], &["status"], &["verify", "--read-data"], &["prune"], &["repair"], &["rm", "--yes", "j"]];
+        for command in commands {
+            let done = ground.lab.rekindle(command);
+            let said = String::from_utf8_lossy(&done.stderr).into_owned();
+            assert!(!said.contains("panicked"), "{command:?} with the FIFO {name}: {said}");
+        }
+        ground.reset();
+        mkfifo(&ground.emptied(&name), Mode::S_IRWXU).unwrap();
+        ground.run(RUN);
+    }
+}
+
+/// CRIU writes its log and its figures under names that are always the same.
+#[test]
+fn criu_writes_no_file_through_a_link() {
+    for user in ["root", "nobody"] {
+        let Some(ground) = Ground::of(user) else { return };
+        let names = ["stats-dump", "stats-restore", "dump.log", "restore.log", "criu.log", "seized", "irmap-cache"];
+        let outside = Outside::at([ground.outside.as_path()]);
+        let plant = || {
+            for name in names {
+                symlink(ground.outside.join("secret"), ground.emptied(&format!("scratch/{name}"))).unwrap();
+            }
+        };
+        plant();
+        let (mut run, lives) = ground.begin(RUN);
+        outside.assert_untouched(&format!("{user}, the restore"), &run.err());
+        if lives {
+            plant();
+            ground.snapshot(&mut run);
+            outside.assert_untouched(&format!("{user}, the snapshot"), &run.err());
+            ground.lab.kill_9(run);
+        } else {
+            let (code, _, said) = run.finish(WITHIN);
+            let scratch = ground.there("scratch").display().to_string();
+            assert!(code == 78 && said.contains(&scratch) && said.contains("a symbolic link"), "{code}: {said}");
+        }
+        ground.assert_good(user);
+    }
+}
+
+/// A tmpfs that is nobody's staging area, unmounted when this goes.
+pub(crate) struct Tmpfs(pub(crate) PathBuf);
+
+impl Tmpfs {
+    /// With a file in it.
+    pub(crate) fn mount(path: PathBuf) -> Tmpfs {
+        fs::create_dir(&path).unwrap();
+        mount(Some("roots"), &path, Some("tmpfs"), MsFlags::empty(), Some("mode=0700,size=1m")).unwrap();
+        fs::write(path.join("secret"), "root's").unwrap();
+        Tmpfs(path)
+    }
+
+    pub(crate) fn is_mounted(&self) -> bool {
+        rekindle_testing::mounts_below(&self.0).contains(&self.0)
+    }
+}
+
+impl Drop for Tmpfs {
+    fn drop(&mut self) {
+        // Already unmounted, where the test fails for that.
+        let _ = umount2(&self.0, MntFlags::MNT_DETACH);
+    }
+}
+
+/// What frees memory, or takes it over.
+const FREEING: [&[&str]; 6] =
+    [&["prune"], &["prune", "--discard-memory"], &["rm", "--yes", "j"], &["rm", "--yes", "--force", "j"], RUN, FRESH];
+
+fn is_run(args: &[&str]) -> bool {
+    args.contains(&"--name")
+}
+
+#[test]
+fn no_tmpfs_is_unmounted_that_is_not_the_jobs() {
+    let Some(ground) = Ground::new() else { return };
+    let tmpfs = Tmpfs::mount(ground.lab.file("roots-memory"));
+    let outside = Outside::at([ground.outside.as_path(), &tmpfs.0]);
+    for args in FREEING {
+        ground.reset();
+        symlink(&tmpfs.0, ground.emptied("staging")).unwrap();
+        let said = match is_run(args) {
+            true => {
+                let outcome = ground.run(args);
+                judge(&ground, &outcome, Wanted::RefusedOrRuns, "staging", ["a symbolic link", ""]);
+                outcome.said().to_owned()
+            }
+            false => String::from_utf8_lossy(&ground.lab.rekindle(args).stderr).into_owned(),
+        };
+        assert!(tmpfs.is_mounted(), "{args:?} has unmounted it: {said}");
+        outside.assert_untouched(&format!("{args:?}"), &said);
+    }
+}
+
+/// A job whose removal was begun is removed by whoever comes next.
+#[test]
+fn no_tmpfs_is_unmounted_for_a_job_that_is_half_removed() {
+    let Some(ground) = Ground::new() else { return };
+    let tmpfs = Tmpfs::mount(ground.lab.file("roots-memory"));
+    let outside = Outside::at([ground.outside.as_path(), &tmpfs.0]);
+    let doomed = ground.lab.store().join(".del-j");
+    for args in [&["rm", "--yes", "j"][..], RUN] {
+        for is_link in [false, true] {
+            ground.reset();
+            if is_link {
+                symlink(ground.outside.join("folder"), &doomed).unwrap();
+            } else {
+                fs::create_dir(&doomed).unwrap();
+                symlink(&tmpfs.0, doomed.join("staging")).unwrap();
+            }
+            let said = match is_run(args) {
+                true => ground.run(args).said().to_owned(),
+                false => String::from_utf8_lossy(&ground.lab.rekindle(args).stderr).into_owned(),
+            };
+            assert!(tmpfs.is_mounted(), "{args:?} has unmounted it: {said}");
+            outside.assert_untouched(&format!("{args:?}, a link: {is_link}"), &said);
+        }
+    }
+}
+
+/// The area of a job that runs, with its newest image, is named by another job's link.
+#[test]
+fn the_memory_of_another_job_stays() {
+    let Some(ground) = Ground::new() else { return };
+    for args in FREEING {
+        ground.reset();
+        let mut other = ground.lab.run_with(&["run", "--name", "k", "--"], ["sleep", "1000"]);
+        // Its area is there before it runs.
+        other.wait_for("job k runs", || {
+            let text = fs::read_to_string(ground.lab.store().join("k/state.json")).unwrap_or_default();
+            text.contains("\"running\"")
+        });
+        assert!(ground.snapshot(&mut other), "{}", other.err());
+        let area = fs::read_link(ground.lab.store().join("k/staging")).unwrap();
+        let is_whole = || (0..2).any(|slot| area.join(format!("slots/{slot}/manifest.json")).exists());
+        assert!(rekindle_testing::mounts_below(&area).contains(&area) && is_whole(), "{}", other.err());
+        symlink(&area, ground.emptied("staging")).unwrap();
+        let said = match is_run(args) {
+            true => ground.run_beside(args),
+            false => String::from_utf8_lossy(&ground.lab.rekindle(args).stderr).into_owned(),
+        };
+        assert!(rekindle_testing::mounts_below(&area).contains(&area), "{args:?} has unmounted it: {said}");
+        assert!(is_whole(), "{args:?} has removed its image: {said}");
+        assert!(ground.snapshot(&mut other), "{args:?}: {}\n{said}", other.err());
+        ground.lab.kill_9(other);
+    }
+}
+
+impl Ground {
+    /// As [`Ground::run`], while another job of the lab runs.
+    fn run_beside(&self, head: &[&str]) -> String {
+        let (mut run, _) = self.begin(head);
+        run.kill();
+        run.err()
+    }
+}
+
+/// Folders of the store that are links to folders elsewhere, with all that should be in them.
+#[test]
+fn nothing_is_written_or_removed_through_a_linked_folder() {
+    let Some(ground) = Ground::new() else { return };
+    let elsewhere = ground.lab.file("elsewhere");
+    // CRIU's own folder and the programs need not be in the store.
+    let folders = [("log", Wanted::Refused), ("packs", Wanted::Refused), ("images", Wanted::Refused)];
+    let folders = folders.into_iter().chain([("bin", Wanted::RefusedOrRuns), ("scratch", Wanted::RefusedOrRuns)]);
+    for (name, wanted) in folders {
+        let commands: [&[&str]; 7] =
+            [RUN, FRESH, &["prune"], &["repair"], &["verify"], &["list", "j"], &["rm", "--yes", "j"]];
+        for args in commands {
+            ground.reset();
+            remove(&elsewhere);
+            copy(&ground.outside.join("folder"), &elsewhere);
+            let there = ground.there(name);
+            if there.is_dir() {
+                let done = Command::new("cp").args(["-a", "--"]).arg(there.join(".")).arg(&elsewhere).status();
+                assert!(done.unwrap().success());
+            }
+            symlink(&elsewhere, ground.emptied(name)).unwrap();
+            let outside = Outside::at([elsewhere.as_path(), &ground.outside]);
+            let said = if is_run(args) {
+                let outcome = ground.run(args);
+                judge(&ground, &outcome, wanted, name, LINK_FOR_FOLDER);
+                outcome.said().to_owned()
+            } else {
+                let done = ground.lab.rekindle(args);
+                String::from_utf8_lossy(&done.stderr).into_owned()
+            };
+            outside.assert_untouched(&format!("{name} {args:?}"), &said);
+            if args[0] != "rm" {
+                ground.mend(name);
+                ground.assert_good(name);
+            }
+        }
+    }
+}
+
+/// The slots of an image that is dumped to the disk.
+#[test]
+fn nothing_is_written_or_removed_through_linked_slots() {
+    let Some(lab) = Lab::new() else { return };
+    let Some(ground) = Ground::made(lab.set("snapshot.staging", "\"store\""), "root", true) else { return };
+    let elsewhere = ground.outside.join("folder");
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+    for name in ["slots", "slots/0", "slots/1", "slots/0/spool", "slots/0/gpu", "slots/0/criu", "slots/boot"] {
+        for args in [RUN, FRESH, &["prune"], &["rm", "--yes", "j"]] {
+            ground.reset();
+            fs::write(elsewhere.join("boot"), boot.trim_end()).unwrap();
+            let outside = Outside::at([ground.outside.as_path()]);
+            let target = if name.ends_with("boot") { elsewhere.join("boot") } else { elsewhere.clone() };
+            symlink(target, ground.emptied(name)).unwrap();
+            let said = if is_run(args) {
+                let (mut run, lives) = ground.begin(args);
+                if lives {
+                    ground.snapshot(&mut run);
+                    ground.snapshot(&mut run);
+                }
+                run.kill();
+                ground.lab.assert_all_gone();
+                run.err()
+            } else {
+                String::from_utf8_lossy(&ground.lab.rekindle(args).stderr).into_owned()
+            };
+            outside.assert_untouched(&format!("{name} {args:?}"), &said);
+        }
+    }
+}
+
+/// Files that rekindle replaces, reads or locks.
+#[test]
+fn nothing_is_written_through_a_linked_file() {
+    let Some(ground) = Ground::new() else { return };
+    let image = format!("images/{}", ground.lab.images()[0].id);
+    let of_image = ["manifest.json", "bad.json", "tags.json", "chunks"].map(|name| format!("{image}/{name}"));
+    let of_job = ["lock", "job.json", "state.json", "result.json", "proven.json"].map(str::to_owned);
+    let more = ["state.json.tmp", ".tmp-state.json", "log/stdout.log.1", "log/events.jsonl.1"].map(str::to_owned);
+    let (copied, secret) = (ground.outside.join("copied"), ground.outside.join("secret"));
+    for name in of_job.into_iter().chain(of_image).chain(more) {
+        // What root's file says: nothing that rekindle knows, or what it expects.
+        for is_expected in [false, true] {
+            let pristine = ground.pristine.join("j").join(&name);
+            if is_expected && !pristine.is_file() {
+                continue;
+            }
+            ground.reset();
+            for args in [&["tag", "j/1", "one"], &["pin", "j/1"][..], &["repair"], &["prune"], RUN, &["rm", "--yes", "j"]] {
+                remove(&copied);
+                fs::copy(if is_expected { &pristine } else { &secret }, &copied).unwrap();
+                mode(&copied, 0o640);
+                let outside = Outside::at([ground.outside.as_path()]);
+                symlink(&copied, ground.emptied(&name)).unwrap();
+                let said = match is_run(args) {
+                    true => ground.run(args).said().to_owned(),
+                    false => String::from_utf8_lossy(&ground.lab.rekindle(args).stderr).into_owned(),
+                };
+                outside.assert_untouched(&format!("{name} {args:?}, as expected: {is_expected}"), &said);
+            }
+        }
+    }
+}
+
+/// Plants links in the slots of the job, as soon as there is a folder for them and before CRIU makes its files.
+struct Planter {
+    stop: Arc<AtomicBool>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Planter {
+    fn begin(plant: impl Fn() + Send + 'static) -> Planter {
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        let work = move || {
+            while !stopped.load(Ordering::Relaxed) {
+                plant();
+                std::thread::yield_now();
+            }
+        };
+        Planter { stop, thread: Some(std::thread::spawn(work)) }
+    }
+}
+
+impl Drop for Planter {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.take().unwrap().join().unwrap();
+    }
+}
+
+/// Snapshots of a job whose images are dumped to the disk of the store, while the attacker is at work there.
+fn dump_while(plant: impl Fn(&Path, &Path, &[String]) + Send + Clone + 'static) {
+    for user in ["root", "nobody"] {
+        let Some(lab) = Lab::new() else { return };
+        let Some(ground) = Ground::made(lab.set("snapshot.staging", "\"store\""), user, true) else { return };
+        let manifest = ground.lab.images()[0].manifest().unwrap().clone();
+        let parts = manifest.parts.iter().filter_map(|part| part.path.as_str().strip_prefix("criu/"));
+        let more = ["dump.log", "stats-dump", "manifest.json"];
+        let names: Vec<String> = parts.chain(more).map(str::to_owned).collect();
+        let targets = ground.outside.join("targets");
+        fs::create_dir(&targets).unwrap();
+        for name in &names {
+            fs::write(targets.join(name), "root's").unwrap();
+        }
+        let outside = Outside::at([ground.outside.as_path()]);
+        let (mut run, lives) = ground.begin(RUN);
+        assert!(lives, "{}", run.err());
+        let (slots, plant) = (ground.there("slots"), plant.clone());
+        let planter = Planter::begin(move || {
+            for slot in ["0", "1"] {
+                plant(&slots.join(slot), &targets, &names);
+            }
+        });
+        for _ in 0..6 {
+            if run.runs() {
+                ground.snapshot(&mut run);
+            }
+        }
+        drop(planter);
+        outside.assert_untouched(user, &run.err());
+        run.kill();
+        ground.lab.assert_all_gone();
+    }
+}
+
+#[test]
+fn a_dump_to_the_store_is_written_through_no_link() {
+    dump_while(|slot, targets, names| {
+        for name in names {
+            let _ = symlink(targets.join(name), slot.join("criu").join(name));
+            let _ = symlink(targets.join(name), slot.join(name));
+        }
+    });
+}
+
+#[test]
+fn a_dump_to_the_store_is_written_into_no_other_folder() {
+    dump_while(|slot, targets, _| {
+        for name in ["criu", "spool", "gpu"] {
+            let (folder, aside) = (slot.join(name), slot.join(format!("{name}-aside")));
+            if fs::symlink_metadata(&folder).is_ok_and(|meta| meta.is_dir()) && fs::rename(&folder, &aside).is_ok() {
+                let _ = symlink(targets, &folder);
+            }
+        }
+    });
+}
+
+/// Pages go to files that stay in a slot for the next image.
+#[test]
+fn pages_are_written_into_no_file_that_has_another_name() {
+    let Some(lab) = Lab::new() else { return };
+    let Some(ground) = Ground::made(lab.set("snapshot.staging", "\"store\""), "root", true) else { return };
+    let secret = ground.outside.join("secret");
+    for is_hard in [false, true] {
+        ground.reset();
+        for slot in ["0", "1"] {
+            for name in ["1", "2", "3", "4"] {
+                let path = ground.emptied(&format!("slots/{slot}/spool/{name}"));
+                if is_hard { fs::hard_link(&secret, &path) } else { symlink(&secret, &path) }.unwrap();
+            }
+        }
+        let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+        fs::write(ground.there("slots/boot"), boot.trim_end()).unwrap();
+        for folder in ["slots", "slots/0", "slots/1", "slots/0/spool", "slots/1/spool"] {
+            mode(&ground.there(folder), 0o700);
+        }
+        let outside = Outside::at([ground.outside.as_path()]);
+        let (mut run, lives) = ground.begin(RUN);
+        if lives {
+            ground.snapshot(&mut run);
+            ground.snapshot(&mut run);
+        }
+        outside.assert_untouched(&format!("hard links: {is_hard}"), &run.err());
+        run.kill();
+        ground.lab.assert_all_gone();
+    }
+    let mut text = String::new();
+    fs::File::open(&secret).unwrap().read_to_string(&mut text).unwrap();
+    assert!(text.lines().all(|line| line == "root's secret"));
+}
