@@ -206,22 +206,30 @@ CHANGES = [
     replace_by_fifo, replace_by_socket, replace_by_device, replace_by_file, replace_by_folder, plant_library, mount_tmpfs,
     mount_folder, unmount, change_owner, change_mode, rename_to_another, truncate, remove,
 ]  # fmt: skip
+
+
+def change_something():
+    change = choose.choice(CHANGES)
+    try:
+        change()
+        print(change.__name__, flush=True)
+    except OSError as error:
+        print(change.__name__, error.strerror, flush=True)
+
+
 end = time.monotonic() + seconds
 pause = choose.choice([0.001, 0.01, 0.1])
 # Some commands meet one change only, and get further.
 left = choose.choice([1, 2, 5, 1 << 30])
 try:
-    # The first changes are there before the command starts.
+    # Some are there before the command starts.
+    for _ in range(choose.choice([0, 1, 1, 3])):
+        change_something()
     print("ready", flush=True)
     time.sleep(choose.choice([0, 0, choose.random() * seconds / 2]))
     while time.monotonic() < end and left > 0:
-        change = choose.choice(CHANGES)
         left -= 1
-        try:
-            change()
-            print(change.__name__, flush=True)
-        except OSError as error:
-            print(change.__name__, error.strerror, flush=True)
+        change_something()
         time.sleep(pause)
 finally:
     # By now they may have another path: a folder above was renamed.

@@ -6,8 +6,8 @@
 //! is not the fault of the images.
 
 use std::fs;
-use std::io::Read;
 use std::os::unix::fs::{PermissionsExt, symlink};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -111,6 +111,7 @@ impl Ground {
 
     /// The store as it was.
     pub(crate) fn reset(&self) {
+        self.lab.assert_all_gone();
         self.lab.forget_memory();
         fs::remove_dir_all(self.lab.store()).unwrap();
         copy(&self.pristine, &self.lab.store());
@@ -125,7 +126,20 @@ impl Ground {
         }
     }
 
-    /// Moves what is at this name out of the store, if there is something, and answers where it was.
+    /// The same in slots of this boot, whose folders are closed as they should be.
+    fn emptied_slot(&self, name: &str) -> PathBuf {
+        let path = self.emptied(name);
+        let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+        for folder in path.ancestors().skip(1).take_while(|folder| *folder != self.there("")) {
+            mode(folder, 0o700);
+        }
+        if self.there("slots").is_dir() && !name.ends_with("boot") {
+            fs::write(self.there("slots/boot"), boot.trim_end()).unwrap();
+        }
+        path
+    }
+
+    /// Removes what is at this name, if there is something, and answers where it was.
     fn emptied(&self, name: &str) -> PathBuf {
         let there = self.there(name);
         remove(&there);
@@ -156,6 +170,18 @@ impl Ground {
         Outcome::Ended(code, said)
     }
 
+    /// Runs another command: its exit code, and what it said.
+    pub(crate) fn call(&self, args: &[&str]) -> (i32, String) {
+        let (code, _, said) = self.lab.run_with(args, [""; 0]).finish(WITHIN);
+        assert!(!said.contains("panicked"), "{args:?}: {said}");
+        (code, said)
+    }
+
+    /// Runs the job or another command. Answers what was said.
+    fn run_or_call(&self, args: &[&str]) -> String {
+        if is_run(args) { self.run(args).said().to_owned() } else { self.call(args).1 }
+    }
+
     /// Takes a snapshot. Whether there is a new image; it may fail, and then the job is still there.
     pub(crate) fn snapshot(&self, run: &mut Running) -> bool {
         const ENDS: [&str; 4] =
@@ -174,6 +200,27 @@ impl Ground {
         let good = self.lab.good();
         assert!(good.contains(&1), "{what}: {good:?}");
         assert!(!self.there("images").read_dir().unwrap().flatten().any(|it| it.path().join("bad.json").exists()));
+    }
+}
+
+/// Cases of one test. The others are tried, too, when one fails.
+#[derive(Debug, Default)]
+struct Cases(Vec<String>);
+
+impl Cases {
+    fn add(&mut self, what: &str, case: impl FnOnce()) {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(case)) {
+            let why = panic.downcast_ref::<String>().and_then(|why| why.lines().next()).unwrap_or_default();
+            self.0.push(format!("{what}: {why}"));
+        }
+    }
+}
+
+impl Drop for Cases {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            assert!(self.0.is_empty(), "{} cases failed: {:#?}", self.0.len(), self.0);
+        }
     }
 }
 
@@ -271,15 +318,18 @@ impl Library {
         Some(Library { file, marker })
     }
 
-    /// Which processes have loaded it.
-    pub(crate) fn loads(&self) -> String {
-        fs::read_to_string(&self.marker).unwrap_or_default()
+    /// Which processes have loaded it since this was asked.
+    pub(crate) fn take_loads(&self) -> String {
+        let loads = fs::read_to_string(&self.marker).unwrap_or_default();
+        let _ = fs::remove_file(&self.marker);
+        loads
     }
 }
 
 /// CRIU loads every library in the folder of its plugins as root, and before it reads anything.
 #[test]
 fn no_library_in_the_store_is_loaded() {
+    let mut cases = Cases::default();
     for user in ["root", "nobody"] {
         let Some(ground) = Ground::of(user) else { return };
         let Some(library) = Library::compile(&ground.lab) else { return };
@@ -294,11 +344,11 @@ fn no_library_in_the_store_is_loaded() {
         plant();
         let (mut run, lives) = ground.begin(RUN);
         let said = run.err();
-        assert_eq!(library.loads(), "", "{user}: at the restore: {said}");
+        cases.add(&format!("{user}, the restore"), || assert_eq!(library.take_loads(), "", "{said}"));
         assert!(lives && said.contains("the job was restored from"), "{user}: {said}");
         plant();
         let taken = ground.snapshot(&mut run);
-        assert_eq!(library.loads(), "", "{user}: at the snapshot: {}", run.err());
+        cases.add(&format!("{user}, the snapshot"), || assert_eq!(library.take_loads(), "", "{}", run.err()));
         assert!(taken, "{user}: {}", run.err());
         ground.lab.kill_9(run);
     }
@@ -311,7 +361,8 @@ fn the_library_says_that_it_was_loaded() {
     let Some(library) = Library::compile(&lab) else { return };
     let load = "import ctypes, sys; ctypes.CDLL(sys.argv[1])";
     let done = Command::new(python().unwrap()).args(["-Sc", load]).arg(&library.file).status().unwrap();
-    assert!(done.success() && library.loads().starts_with("loaded by process "), "{}", library.loads());
+    let loads = library.take_loads();
+    assert!(done.success() && loads.starts_with("loaded by process "), "{loads}");
 }
 
 /// Root can enter every folder. The job's user names the one it starts in, and may replace it.
@@ -371,17 +422,18 @@ fn judge(ground: &Ground, outcome: &Outcome, wanted: Wanted, name: &str, words: 
 /// Plants something at each of these names, and runs the job in both ways.
 fn each(names: &[&str], wanted: Wanted, words: [&str; 2], plant: impl Fn(&Ground, &Path)) {
     let Some(ground) = Ground::new() else { return };
-    let outside = Outside::at([ground.outside.as_path()]);
-    for name in names {
-        for head in [RUN, FRESH] {
+    let mut cases = Cases::default();
+    for (name, head) in names.iter().flat_map(|name| [(name, RUN), (name, FRESH)]) {
+        cases.add(&format!("{name} {head:?}"), || {
             ground.reset();
             plant(&ground, &ground.emptied(name));
+            let outside = Outside::at([ground.outside.as_path()]);
             let outcome = ground.run(head);
-            outside.assert_untouched(&format!("{name} {head:?}"), outcome.said());
+            outside.assert_untouched(name, outcome.said());
             judge(&ground, &outcome, wanted, name, words);
             ground.mend(name);
             ground.assert_good(name);
-        }
+        });
     }
 }
 
@@ -415,19 +467,22 @@ fn events_go_into_no_file_that_a_link_names() {
 fn output_and_events_go_into_no_file_that_has_another_name() {
     for user in ["root", "nobody"] {
         let Some(ground) = Ground::of(user) else { return };
+        let mut cases = Cases::default();
         for name in ["log/stdout.log", "log/stderr.log", "log/events.jsonl"] {
             for head in [RUN, FRESH] {
-                ground.reset();
-                let path = ground.emptied(name);
-                fs::hard_link(ground.outside.join("secret"), &path).unwrap();
-                let outside = Outside::at([ground.outside.as_path()]);
-                let outcome = ground.run(head);
-                outside.assert_untouched(&format!("{user} {name} {head:?}"), outcome.said());
-                if let Outcome::Ended(code, said) = &outcome {
-                    assert!(*code == 78 && said.contains(path.to_str().unwrap()), "{code}: {said}");
-                }
-                ground.mend(name);
-                ground.assert_good(name);
+                cases.add(&format!("{user} {name} {head:?}"), || {
+                    ground.reset();
+                    let path = ground.emptied(name);
+                    fs::hard_link(ground.outside.join("secret"), &path).unwrap();
+                    let outside = Outside::at([ground.outside.as_path()]);
+                    let outcome = ground.run(head);
+                    outside.assert_untouched(name, outcome.said());
+                    if let Outcome::Ended(code, said) = &outcome {
+                        assert!(*code == 78 && said.contains(path.to_str().unwrap()), "{code}: {said}");
+                    }
+                    ground.mend(name);
+                    ground.assert_good(name);
+                });
             }
         }
     }
@@ -449,25 +504,27 @@ fn nobody_waits_for_a_fifo_elsewhere() {
     let pack = ["pack", "idx", "gone"].map(|kind| format!("packs/{pack}.{kind}"));
     let of_image = ["manifest.json", "bad.json", "tags.json", "chunks"].map(|name| format!("{image}/{name}"));
     let of_job = ["lock", "job.json", "state.json", "result.json", "proven.json"].map(str::to_owned);
+    let mut cases = Cases::default();
     for name in of_job.into_iter().chain(of_image).chain(pack) {
         ground.reset();
         mkfifo(&ground.emptied(&name), Mode::S_IRWXU).unwrap();
         let commands: [&[&str]; 6] =
             [&["list", "j"], &["status"], &["verify", "--read-data"], &["prune"], &["repair"], &["rm", "--yes", "j"]];
         for command in commands {
-            let done = ground.lab.rekindle(command);
-            let said = String::from_utf8_lossy(&done.stderr).into_owned();
-            assert!(!said.contains("panicked"), "{command:?} with the FIFO {name}: {said}");
+            cases.add(&format!("{command:?} with the FIFO {name}"), || drop(ground.call(command)));
         }
-        ground.reset();
-        mkfifo(&ground.emptied(&name), Mode::S_IRWXU).unwrap();
-        ground.run(RUN);
+        cases.add(&format!("run with the FIFO {name}"), || {
+            ground.reset();
+            mkfifo(&ground.emptied(&name), Mode::S_IRWXU).unwrap();
+            ground.run(RUN);
+        });
     }
 }
 
 /// CRIU writes its log and its figures under names that are always the same.
 #[test]
 fn criu_writes_no_file_through_a_link() {
+    let mut cases = Cases::default();
     for user in ["root", "nobody"] {
         let Some(ground) = Ground::of(user) else { return };
         let names = ["stats-dump", "stats-restore", "dump.log", "restore.log", "criu.log", "seized", "irmap-cache"];
@@ -479,11 +536,12 @@ fn criu_writes_no_file_through_a_link() {
         };
         plant();
         let (mut run, lives) = ground.begin(RUN);
-        outside.assert_untouched(&format!("{user}, the restore"), &run.err());
+        cases.add(&format!("{user}, the restore"), || outside.assert_untouched("", &run.err()));
+        let outside = Outside::at([ground.outside.as_path()]);
         if lives {
             plant();
             ground.snapshot(&mut run);
-            outside.assert_untouched(&format!("{user}, the snapshot"), &run.err());
+            cases.add(&format!("{user}, the snapshot"), || outside.assert_untouched("", &run.err()));
             ground.lab.kill_9(run);
         } else {
             let (code, _, said) = run.finish(WITHIN);
@@ -515,6 +573,7 @@ impl Drop for Tmpfs {
     fn drop(&mut self) {
         // Already unmounted, where the test fails for that.
         let _ = umount2(&self.0, MntFlags::MNT_DETACH);
+        let _ = fs::remove_dir(&self.0);
     }
 }
 
@@ -529,21 +588,23 @@ fn is_run(args: &[&str]) -> bool {
 #[test]
 fn no_tmpfs_is_unmounted_that_is_not_the_jobs() {
     let Some(ground) = Ground::new() else { return };
-    let tmpfs = Tmpfs::mount(ground.lab.file("roots-memory"));
-    let outside = Outside::at([ground.outside.as_path(), &tmpfs.0]);
+    let mut cases = Cases::default();
     for args in FREEING {
-        ground.reset();
-        symlink(&tmpfs.0, ground.emptied("staging")).unwrap();
-        let said = match is_run(args) {
-            true => {
+        let tmpfs = Tmpfs::mount(ground.lab.file("roots-memory"));
+        let outside = Outside::at([ground.outside.as_path(), &tmpfs.0]);
+        cases.add(&format!("{args:?}"), || {
+            ground.reset();
+            symlink(&tmpfs.0, ground.emptied("staging")).unwrap();
+            let said = if is_run(args) {
                 let outcome = ground.run(args);
                 judge(&ground, &outcome, Wanted::RefusedOrRuns, "staging", ["a symbolic link", ""]);
                 outcome.said().to_owned()
-            }
-            false => String::from_utf8_lossy(&ground.lab.rekindle(args).stderr).into_owned(),
-        };
-        assert!(tmpfs.is_mounted(), "{args:?} has unmounted it: {said}");
-        outside.assert_untouched(&format!("{args:?}"), &said);
+            } else {
+                ground.call(args).1
+            };
+            assert!(tmpfs.is_mounted(), "it was unmounted: {said}");
+            outside.assert_untouched("", &said);
+        });
     }
 }
 
@@ -551,24 +612,24 @@ fn no_tmpfs_is_unmounted_that_is_not_the_jobs() {
 #[test]
 fn no_tmpfs_is_unmounted_for_a_job_that_is_half_removed() {
     let Some(ground) = Ground::new() else { return };
-    let tmpfs = Tmpfs::mount(ground.lab.file("roots-memory"));
-    let outside = Outside::at([ground.outside.as_path(), &tmpfs.0]);
+    let mut cases = Cases::default();
     let doomed = ground.lab.store().join(".del-j");
     for args in [&["rm", "--yes", "j"][..], RUN] {
         for is_link in [false, true] {
-            ground.reset();
-            if is_link {
-                symlink(ground.outside.join("folder"), &doomed).unwrap();
-            } else {
-                fs::create_dir(&doomed).unwrap();
-                symlink(&tmpfs.0, doomed.join("staging")).unwrap();
-            }
-            let said = match is_run(args) {
-                true => ground.run(args).said().to_owned(),
-                false => String::from_utf8_lossy(&ground.lab.rekindle(args).stderr).into_owned(),
-            };
-            assert!(tmpfs.is_mounted(), "{args:?} has unmounted it: {said}");
-            outside.assert_untouched(&format!("{args:?}, a link: {is_link}"), &said);
+            let tmpfs = Tmpfs::mount(ground.lab.file("roots-memory"));
+            let outside = Outside::at([ground.outside.as_path(), &tmpfs.0]);
+            cases.add(&format!("{args:?}, the folder is a link: {is_link}"), || {
+                ground.reset();
+                if is_link {
+                    symlink(ground.outside.join("folder"), &doomed).unwrap();
+                } else {
+                    fs::create_dir(&doomed).unwrap();
+                    symlink(&tmpfs.0, doomed.join("staging")).unwrap();
+                }
+                let said = ground.run_or_call(args);
+                assert!(tmpfs.is_mounted(), "it was unmounted: {said}");
+                outside.assert_untouched("", &said);
+            });
         }
     }
 }
@@ -577,31 +638,45 @@ fn no_tmpfs_is_unmounted_for_a_job_that_is_half_removed() {
 #[test]
 fn the_memory_of_another_job_stays() {
     let Some(ground) = Ground::new() else { return };
+    let mut cases = Cases::default();
     for args in FREEING {
-        ground.reset();
-        let mut other = ground.lab.run_with(&["run", "--name", "k", "--"], ["sleep", "1000"]);
-        // Its area is there before it runs.
-        other.wait_for("job k runs", || {
-            let text = fs::read_to_string(ground.lab.store().join("k/state.json")).unwrap_or_default();
-            text.contains("\"running\"")
+        cases.add(&format!("{args:?}"), || {
+            ground.reset();
+            let mut other = ground.lab.run_with(&["run", "--name", "k", "--"], ["sleep", "1000"]);
+            // Its area is there before it runs.
+            other.wait_for("job k runs", || {
+                let text = fs::read_to_string(ground.lab.store().join("k/state.json")).unwrap_or_default();
+                text.contains("\"running\"")
+            });
+            assert!(ground.snapshot(&mut other), "{}", other.err());
+            let area = fs::read_link(ground.lab.store().join("k/staging")).unwrap();
+            let is_whole = || (0..2).any(|slot| area.join(format!("slots/{slot}/manifest.json")).exists());
+            let is_mounted = || rekindle_testing::mounts_below(&area).contains(&area);
+            assert!(is_mounted() && is_whole(), "{}", other.err());
+            symlink(&area, ground.emptied("staging")).unwrap();
+            let said = if is_run(args) { ground.run_beside(args) } else { ground.call(args).1 };
+            assert!(is_mounted(), "it was unmounted: {said}");
+            assert!(is_whole(), "its image was removed: {said}");
+            assert!(ground.snapshot(&mut other), "{}\n{said}", other.err());
+            ground.lab.kill_9(other);
         });
-        assert!(ground.snapshot(&mut other), "{}", other.err());
-        let area = fs::read_link(ground.lab.store().join("k/staging")).unwrap();
-        let is_whole = || (0..2).any(|slot| area.join(format!("slots/{slot}/manifest.json")).exists());
-        assert!(rekindle_testing::mounts_below(&area).contains(&area) && is_whole(), "{}", other.err());
-        symlink(&area, ground.emptied("staging")).unwrap();
-        let said = match is_run(args) {
-            true => ground.run_beside(args),
-            false => String::from_utf8_lossy(&ground.lab.rekindle(args).stderr).into_owned(),
-        };
-        assert!(rekindle_testing::mounts_below(&area).contains(&area), "{args:?} has unmounted it: {said}");
-        assert!(is_whole(), "{args:?} has removed its image: {said}");
-        assert!(ground.snapshot(&mut other), "{args:?}: {}\n{said}", other.err());
-        ground.lab.kill_9(other);
     }
 }
 
 impl Ground {
+    /// Runs the job, and takes a snapshot in each slot.
+    fn run_with_snapshots(&self, head: &[&str]) -> String {
+        let (mut run, lives) = self.begin(head);
+        for _ in 0..2 {
+            if lives && run.runs() {
+                self.snapshot(&mut run);
+            }
+        }
+        run.kill();
+        self.lab.assert_all_gone();
+        run.err()
+    }
+
     /// As [`Ground::run`], while another job of the lab runs.
     fn run_beside(&self, head: &[&str]) -> String {
         let (mut run, _) = self.begin(head);
@@ -615,6 +690,7 @@ impl Ground {
 fn nothing_is_written_or_removed_through_a_linked_folder() {
     let Some(ground) = Ground::new() else { return };
     let elsewhere = ground.lab.file("elsewhere");
+    let mut cases = Cases::default();
     // CRIU's own folder and the programs need not be in the store.
     let folders = [("log", Wanted::Refused), ("packs", Wanted::Refused), ("images", Wanted::Refused)];
     let folders = folders.into_iter().chain([("bin", Wanted::RefusedOrRuns), ("scratch", Wanted::RefusedOrRuns)]);
@@ -622,29 +698,30 @@ fn nothing_is_written_or_removed_through_a_linked_folder() {
         let commands: [&[&str]; 7] =
             [RUN, FRESH, &["prune"], &["repair"], &["verify"], &["list", "j"], &["rm", "--yes", "j"]];
         for args in commands {
-            ground.reset();
-            remove(&elsewhere);
-            copy(&ground.outside.join("folder"), &elsewhere);
-            let there = ground.there(name);
-            if there.is_dir() {
-                let done = Command::new("cp").args(["-a", "--"]).arg(there.join(".")).arg(&elsewhere).status();
-                assert!(done.unwrap().success());
-            }
-            symlink(&elsewhere, ground.emptied(name)).unwrap();
-            let outside = Outside::at([elsewhere.as_path(), &ground.outside]);
-            let said = if is_run(args) {
-                let outcome = ground.run(args);
-                judge(&ground, &outcome, wanted, name, LINK_FOR_FOLDER);
-                outcome.said().to_owned()
-            } else {
-                let done = ground.lab.rekindle(args);
-                String::from_utf8_lossy(&done.stderr).into_owned()
-            };
-            outside.assert_untouched(&format!("{name} {args:?}"), &said);
-            if args[0] != "rm" {
-                ground.mend(name);
-                ground.assert_good(name);
-            }
+            cases.add(&format!("{name} {args:?}"), || {
+                ground.reset();
+                remove(&elsewhere);
+                copy(&ground.outside.join("folder"), &elsewhere);
+                let there = ground.there(name);
+                if there.is_dir() {
+                    copy(&there.join("."), &elsewhere);
+                }
+                symlink(&elsewhere, ground.emptied(name)).unwrap();
+                let outside = Outside::at([elsewhere.as_path(), &ground.outside]);
+                let said = if is_run(args) {
+                    let outcome = ground.run(args);
+                    outside.assert_untouched("", outcome.said());
+                    judge(&ground, &outcome, wanted, name, LINK_FOR_FOLDER);
+                    outcome.said().to_owned()
+                } else {
+                    ground.call(args).1
+                };
+                outside.assert_untouched("", &said);
+                if args[0] != "rm" {
+                    ground.mend(name);
+                    ground.assert_good(name);
+                }
+            });
         }
     }
 }
@@ -656,26 +733,20 @@ fn nothing_is_written_or_removed_through_linked_slots() {
     let Some(ground) = Ground::made(lab.set("snapshot.staging", "\"store\""), "root", true) else { return };
     let elsewhere = ground.outside.join("folder");
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+    let mut cases = Cases::default();
     for name in ["slots", "slots/0", "slots/1", "slots/0/spool", "slots/0/gpu", "slots/0/criu", "slots/boot"] {
-        for args in [RUN, FRESH, &["prune"], &["rm", "--yes", "j"]] {
-            ground.reset();
-            fs::write(elsewhere.join("boot"), boot.trim_end()).unwrap();
-            let outside = Outside::at([ground.outside.as_path()]);
-            let target = if name.ends_with("boot") { elsewhere.join("boot") } else { elsewhere.clone() };
-            symlink(target, ground.emptied(name)).unwrap();
-            let said = if is_run(args) {
-                let (mut run, lives) = ground.begin(args);
-                if lives {
-                    ground.snapshot(&mut run);
-                    ground.snapshot(&mut run);
-                }
-                run.kill();
-                ground.lab.assert_all_gone();
-                run.err()
-            } else {
-                String::from_utf8_lossy(&ground.lab.rekindle(args).stderr).into_owned()
-            };
-            outside.assert_untouched(&format!("{name} {args:?}"), &said);
+        for args in [RUN, &["prune"], &["rm", "--yes", "j"]] {
+            cases.add(&format!("{name} {args:?}"), || {
+                ground.reset();
+                remove(&ground.outside);
+                make_outside(&ground.outside);
+                fs::write(elsewhere.join("boot"), boot.trim_end()).unwrap();
+                let outside = Outside::at([ground.outside.as_path()]);
+                let target = if name.ends_with("boot") { elsewhere.join("boot") } else { elsewhere.clone() };
+                symlink(target, ground.emptied_slot(name)).unwrap();
+                let said = if is_run(args) { ground.run_with_snapshots(args) } else { ground.call(args).1 };
+                outside.assert_untouched("", &said);
+            });
         }
     }
 }
@@ -688,6 +759,7 @@ fn nothing_is_written_through_a_linked_file() {
     let of_image = ["manifest.json", "bad.json", "tags.json", "chunks"].map(|name| format!("{image}/{name}"));
     let of_job = ["lock", "job.json", "state.json", "result.json", "proven.json"].map(str::to_owned);
     let more = ["state.json.tmp", ".tmp-state.json", "log/stdout.log.1", "log/events.jsonl.1"].map(str::to_owned);
+    let mut cases = Cases::default();
     let (copied, secret) = (ground.outside.join("copied"), ground.outside.join("secret"));
     for name in of_job.into_iter().chain(of_image).chain(more) {
         // What root's file says: nothing that rekindle knows, or what it expects.
@@ -697,17 +769,18 @@ fn nothing_is_written_through_a_linked_file() {
                 continue;
             }
             ground.reset();
-            for args in [&["tag", "j/1", "one"], &["pin", "j/1"][..], &["repair"], &["prune"], RUN, &["rm", "--yes", "j"]] {
-                remove(&copied);
-                fs::copy(if is_expected { &pristine } else { &secret }, &copied).unwrap();
-                mode(&copied, 0o640);
-                let outside = Outside::at([ground.outside.as_path()]);
-                symlink(&copied, ground.emptied(&name)).unwrap();
-                let said = match is_run(args) {
-                    true => ground.run(args).said().to_owned(),
-                    false => String::from_utf8_lossy(&ground.lab.rekindle(args).stderr).into_owned(),
-                };
-                outside.assert_untouched(&format!("{name} {args:?}, as expected: {is_expected}"), &said);
+            let commands: [&[&str]; 6] =
+                [&["tag", "j/1", "one"], &["pin", "j/1"], &["repair"], &["prune"], RUN, &["rm", "--yes", "j"]];
+            for args in commands {
+                cases.add(&format!("{name} {args:?}, as expected: {is_expected}"), || {
+                    remove(&copied);
+                    fs::copy(if is_expected { &pristine } else { &secret }, &copied).unwrap();
+                    mode(&copied, 0o640);
+                    let outside = Outside::at([ground.outside.as_path()]);
+                    symlink(&copied, ground.emptied(&name)).unwrap();
+                    let said = ground.run_or_call(args);
+                    outside.assert_untouched("", &said);
+                });
             }
         }
     }
@@ -742,6 +815,7 @@ impl Drop for Planter {
 
 /// Snapshots of a job whose images are dumped to the disk of the store, while the attacker is at work there.
 fn dump_while(plant: impl Fn(&Path, &Path, &[String]) + Send + Clone + 'static) {
+    let mut cases = Cases::default();
     for user in ["root", "nobody"] {
         let Some(lab) = Lab::new() else { return };
         let Some(ground) = Ground::made(lab.set("snapshot.staging", "\"store\""), user, true) else { return };
@@ -769,7 +843,7 @@ fn dump_while(plant: impl Fn(&Path, &Path, &[String]) + Send + Clone + 'static) 
             }
         }
         drop(planter);
-        outside.assert_untouched(user, &run.err());
+        cases.add(user, || outside.assert_untouched("", &run.err()));
         run.kill();
         ground.lab.assert_all_gone();
     }
@@ -802,31 +876,23 @@ fn a_dump_to_the_store_is_written_into_no_other_folder() {
 fn pages_are_written_into_no_file_that_has_another_name() {
     let Some(lab) = Lab::new() else { return };
     let Some(ground) = Ground::made(lab.set("snapshot.staging", "\"store\""), "root", true) else { return };
-    let secret = ground.outside.join("secret");
+    let mut cases = Cases::default();
     for is_hard in [false, true] {
-        ground.reset();
-        for slot in ["0", "1"] {
-            for name in ["1", "2", "3", "4"] {
-                let path = ground.emptied(&format!("slots/{slot}/spool/{name}"));
-                if is_hard { fs::hard_link(&secret, &path) } else { symlink(&secret, &path) }.unwrap();
+        cases.add(&format!("hard links: {is_hard}"), || {
+            ground.reset();
+            remove(&ground.outside);
+            make_outside(&ground.outside);
+            for slot in ["0", "1"] {
+                // The names are numbers of processes, as they see themselves.
+                for name in ["1000", "1001", "other-1", "other-2"] {
+                    let path = ground.emptied_slot(&format!("slots/{slot}/spool/{name}"));
+                    let secret = ground.outside.join("secret");
+                    if is_hard { fs::hard_link(&secret, &path) } else { symlink(&secret, &path) }.unwrap();
+                }
             }
-        }
-        let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
-        fs::write(ground.there("slots/boot"), boot.trim_end()).unwrap();
-        for folder in ["slots", "slots/0", "slots/1", "slots/0/spool", "slots/1/spool"] {
-            mode(&ground.there(folder), 0o700);
-        }
-        let outside = Outside::at([ground.outside.as_path()]);
-        let (mut run, lives) = ground.begin(RUN);
-        if lives {
-            ground.snapshot(&mut run);
-            ground.snapshot(&mut run);
-        }
-        outside.assert_untouched(&format!("hard links: {is_hard}"), &run.err());
-        run.kill();
-        ground.lab.assert_all_gone();
+            let outside = Outside::at([ground.outside.as_path()]);
+            let said = ground.run_with_snapshots(RUN);
+            outside.assert_untouched("", &said);
+        });
     }
-    let mut text = String::new();
-    fs::File::open(&secret).unwrap().read_to_string(&mut text).unwrap();
-    assert!(text.lines().all(|line| line == "root's secret"));
 }

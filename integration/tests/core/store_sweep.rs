@@ -9,14 +9,14 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, ChildStdout, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use crate::hostile_store::{Ground, Library, Outside, Tmpfs, WITHIN};
+use crate::hostile_store::{Ground, Library, Outside, Tmpfs};
 use crate::supervisor::{Lab, Running, comes, job_file, python, tail};
 use crate::sweep::number;
 
 /// For each kind of job. A thousand take an hour.
-const ROUNDS: u64 = 10;
+const ROUNDS: u64 = 20;
 
 /// What a round does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -48,6 +48,8 @@ const WORK: [Work; 10] = [
 struct Mutator {
     child: Child,
     said: BufReader<ChildStdout>,
+    /// Before anything else began.
+    first: String,
 }
 
 impl Mutator {
@@ -58,10 +60,11 @@ impl Mutator {
         mutate.args([&ground.there(""), &ground.outside, &library.file]).args([&seed.to_string(), seconds]);
         let mut child = mutate.stdout(Stdio::piped()).spawn().unwrap();
         let mut said = BufReader::new(child.stdout.take().unwrap());
-        let mut line = String::new();
-        said.read_line(&mut line).unwrap();
-        assert_eq!(line, "ready\n");
-        Mutator { child, said }
+        let mut first = String::new();
+        while !first.ends_with("ready\n") {
+            assert_ne!(said.read_line(&mut first).unwrap(), 0, "it ended: {first}");
+        }
+        Mutator { child, said, first }
     }
 
     fn works(&mut self) -> bool {
@@ -70,7 +73,7 @@ impl Mutator {
 
     /// Waits for its end, when it has undone its mounts. Answers its changes.
     fn end(mut self) -> String {
-        let mut changes = String::new();
+        let mut changes = self.first;
         self.said.read_to_string(&mut changes).unwrap();
         assert!(self.child.wait().unwrap().success(), "{changes}");
         changes
@@ -108,11 +111,8 @@ fn work(ground: &Ground, work: Work, mutator: &mut Mutator) -> (Option<String>, 
         Work::Command(args) => {
             let (mut why, mut all) = (None, String::new());
             loop {
-                let began = Instant::now();
-                let done = ground.lab.rekindle(args);
-                let said = String::from_utf8_lossy(&done.stderr).into_owned();
-                assert!(began.elapsed() < WITHIN, "{args:?} took {:?}: {}", began.elapsed(), tail(&said));
-                why = assert_says_why(done.status.code().unwrap_or(-1), &said).or(why);
+                let (code, said) = ground.call(args);
+                why = assert_says_why(code, &said).or(why);
                 all.push_str(&said);
                 if !mutator.works() {
                     return (why, all);
@@ -145,7 +145,8 @@ fn sweep(user: &str) {
         let ground = Ground::made(lab, user, key)?;
         let library = Library::compile(&ground.lab)?;
         let tmpfs = Tmpfs::mount(ground.outside.join("memory"));
-        Some((ground, library, tmpfs))
+        // What is mounted goes first.
+        Some((tmpfs, library, ground))
     };
     let (Some(with), Some(without)) = (made(true), made(false)) else { return };
     let mut grounds = [with, without];
@@ -154,9 +155,11 @@ fn sweep(user: &str) {
     for seed in first..first + number("REKINDLE_SWEEP").unwrap_or(ROUNDS) {
         // The seed decides everything, whatever rounds were before. Each kind of work comes up, each time with another
         // of the other choices.
-        let choice = |of: u64, count: u64| seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(u32::try_from(of).unwrap()) % count;
+        let choice = |of: u64, count: u64| {
+            seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(u32::try_from(of).unwrap()) % count
+        };
         let what = WORK[usize::try_from(choice(17, 10)).unwrap()];
-        let (ground, library, tmpfs) = &mut grounds[usize::try_from(choice(31, 2)).unwrap()];
+        let (tmpfs, library, ground) = &mut grounds[usize::try_from(choice(31, 2)).unwrap()];
         let staging = ["ram", "store"][usize::try_from(choice(43, 2)).unwrap()];
         ground.lab.set_variable("REKINDLE_SNAPSHOT_STAGING", staging);
         ground.reset();
@@ -166,7 +169,7 @@ fn sweep(user: &str) {
         let (why, said) = work(ground, what, &mut mutator);
         let changes = mutator.end();
         let shown = || format!("seed {seed}, {what:?}, {staging}\n{changes}\n{}", tail(&said));
-        assert_eq!(library.loads(), "", "{}", shown());
+        assert_eq!(library.take_loads(), "", "{}", shown());
         assert!(tmpfs.is_mounted(), "a tmpfs of root's was unmounted: {}", shown());
         assert!(outside.changes().is_empty(), "changed: {:?}: {}", outside.changes(), shown());
         let counted = done.entry(what).or_default();
@@ -176,7 +179,7 @@ fn sweep(user: &str) {
         }
     }
     eprintln!("{user}: {done:#?} succeeded and failed; why: {reasons:#?}");
-    for (ground, ..) in &grounds {
+    for (.., ground) in &grounds {
         assert!(rekindle_testing::mounts_below(&ground.lab.store()).is_empty());
         fs::remove_dir_all(ground.lab.store()).unwrap();
     }
