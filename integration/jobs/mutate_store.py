@@ -29,6 +29,8 @@ bound = os.path.join(aside, "bound")
 os.mkdir(bound)
 open(os.path.join(bound, ".tmp-bound"), "w").close()
 mounts = []
+# What the present change is about.
+touched = []
 # Names that rekindle and CRIU give, at some moment or another.
 NAMES = """
 lock job.json state.json result.json proven.json staging log log/stdout.log log/stderr.log log/events.jsonl log/criu.log
@@ -52,6 +54,7 @@ def name():
     found = sorted(entries())
     if found and choose.random() < 0.6:
         path = choose.choice(found)
+    touched.append(os.path.relpath(path, folder))
     # Through a link that was made here before, a decoy would be changed.
     if os.path.commonpath([os.path.realpath(os.path.dirname(path)), os.path.realpath(folder)]) != os.path.realpath(folder):
         raise OSError(errno.EXDEV, "it leads out of the folder")
@@ -68,7 +71,9 @@ def decoy(want=lambda path: True):
     found = [decoys]
     for top, folders, files in os.walk(decoys):
         found += [os.path.join(top, name) for name in folders + files]
-    return choose.choice(sorted(path for path in found if want(path)))
+    found = choose.choice(sorted(path for path in found if want(path)))
+    touched.append(os.path.relpath(found, decoys))
+    return found
 
 
 def away(path):
@@ -210,11 +215,12 @@ CHANGES = [
 
 def change_something():
     change = choose.choice(CHANGES)
+    touched.clear()
     try:
         change()
-        print(change.__name__, flush=True)
+        print(change.__name__, *touched, flush=True)
     except OSError as error:
-        print(change.__name__, error.strerror, flush=True)
+        print(change.__name__, *touched, error.strerror, flush=True)
 
 
 end = time.monotonic() + seconds

@@ -124,13 +124,18 @@ impl Node {
 
     /// As sudo starts it for a user in a job of Slurm, with these variables besides.
     fn call(&self, variables: &[(&str, &str)], args: &[&str]) -> Output {
+        self.call_in(self.folder.path(), variables, args)
+    }
+
+    /// The same in this folder.
+    fn call_in(&self, folder: &Path, variables: &[(&str, &str)], args: &[&str]) -> Output {
         for name in ["args", "environment", "cwd", "squeue", "evil"] {
             let _ = fs::remove_file(self.path(name));
         }
         let mut command = Command::new(self.path("rekindle-slurm"));
         command.env_clear().env("PATH", "/usr/bin:/bin").env("SUDO_USER", "nobody").env("SUDO_UID", USER);
         command.env("SLURM_JOB_ID", "7").envs(variables.iter().copied());
-        let done = command.args(args).current_dir(self.folder.path()).output().unwrap();
+        let done = command.args(args).current_dir(folder).output().unwrap();
         assert!(!self.path("evil").exists(), "{variables:?} {args:?}: code of the user was run as root");
         done
     }

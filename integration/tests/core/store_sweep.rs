@@ -8,10 +8,11 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
-use crate::hostile_store::{Ground, Library, Outside, Tmpfs};
+use crate::hostile_store::{Cases, Ground, Library, Outside, Tmpfs};
 use crate::supervisor::{Lab, Running, comes, job_file, python, tail};
 use crate::sweep::number;
 
@@ -73,10 +74,17 @@ impl Mutator {
 
     /// Waits for its end, when it has undone its mounts. Answers its changes.
     fn end(mut self) -> String {
-        let mut changes = self.first;
+        let mut changes = std::mem::take(&mut self.first);
         self.said.read_to_string(&mut changes).unwrap();
         assert!(self.child.wait().unwrap().success(), "{changes}");
         changes
+    }
+}
+
+impl Drop for Mutator {
+    fn drop(&mut self) {
+        // It ends by itself, when its mounts are undone.
+        let _ = self.child.wait();
     }
 }
 
@@ -144,13 +152,12 @@ fn sweep(user: &str) {
         let lab = lab.set("store.keep-last", "1").set("snapshot.dump-timeout", "\"10s\"");
         let ground = Ground::made(lab, user, key)?;
         let library = Library::compile(&ground.lab)?;
-        let tmpfs = Tmpfs::mount(ground.outside.join("memory"));
-        // What is mounted goes first.
-        Some((tmpfs, library, ground))
+        Some((library, ground))
     };
     let (Some(with), Some(without)) = (made(true), made(false)) else { return };
     let mut grounds = [with, without];
     let first = number("REKINDLE_SWEEP_SEED").unwrap_or_else(|| u64::from(std::process::id()) * 1_000_000);
+    let mut cases = Cases::default();
     let (mut done, mut reasons) = (BTreeMap::<Work, [u32; 2]>::new(), BTreeMap::<String, u32>::new());
     for seed in first..first + number("REKINDLE_SWEEP").unwrap_or(ROUNDS) {
         // The seed decides everything, whatever rounds were before. Each kind of work comes up, each time with another
@@ -159,27 +166,35 @@ fn sweep(user: &str) {
             seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(u32::try_from(of).unwrap()) % count
         };
         let what = WORK[usize::try_from(choice(17, 10)).unwrap()];
-        let (tmpfs, library, ground) = &mut grounds[usize::try_from(choice(31, 2)).unwrap()];
+        let (library, ground) = &mut grounds[usize::try_from(choice(31, 2)).unwrap()];
         let staging = ["ram", "store"][usize::try_from(choice(43, 2)).unwrap()];
         ground.lab.set_variable("REKINDLE_SNAPSHOT_STAGING", staging);
-        ground.reset();
-        let outside = Outside::at([ground.outside.as_path()]);
-        let seconds = if matches!(what, Work::Command(_)) { "1" } else { "2" };
-        let mut mutator = Mutator::begin(ground, library, seed, seconds);
-        let (why, said) = work(ground, what, &mut mutator);
-        let changes = mutator.end();
-        let shown = || format!("seed {seed}, {what:?}, {staging}\n{changes}\n{}", tail(&said));
-        assert_eq!(library.take_loads(), "", "{}", shown());
-        assert!(tmpfs.is_mounted(), "a tmpfs of root's was unmounted: {}", shown());
-        assert!(outside.changes().is_empty(), "changed: {:?}: {}", outside.changes(), shown());
-        let counted = done.entry(what).or_default();
-        counted[usize::from(why.is_some())] += 1;
-        if let Some(why) = why {
-            *reasons.entry(why.replace(ground.lab.path().to_str().unwrap(), "")).or_default() += 1;
-        }
+        cases.add(&format!("seed {seed}, {what:?}, {staging}"), || {
+            ground.reset();
+            ground.make_outside();
+            let tmpfs = Tmpfs::mount(ground.outside.join("memory"));
+            let outside = Outside::at([ground.outside.as_path()]);
+            let seconds = if matches!(what, Work::Command(_)) { "1" } else { "2" };
+            let mut mutator = Mutator::begin(ground, library, seed, seconds);
+            let worked = catch_unwind(AssertUnwindSafe(|| work(ground, what, &mut mutator)));
+            let changes = mutator.end();
+            // What fails within the work does not know its seed.
+            let (why, said) = worked.unwrap_or_else(|why| {
+                eprintln!("seed {seed}, {what:?}, {staging}\n{changes}");
+                resume_unwind(why)
+            });
+            let shown = || format!("seed {seed}, {what:?}, {staging}\n{changes}\n{}", tail(&said));
+            assert_eq!(library.take_loads(), "", "{}", shown());
+            assert!(tmpfs.is_mounted(), "a tmpfs of root's was unmounted: {}", shown());
+            assert!(outside.changes().is_empty(), "changed: {:?}: {}", outside.changes(), shown());
+            done.entry(what).or_default()[usize::from(why.is_some())] += 1;
+            if let Some(why) = why {
+                *reasons.entry(why.replace(ground.lab.path().to_str().unwrap(), "")).or_default() += 1;
+            }
+        });
     }
     eprintln!("{user}: {done:#?} succeeded and failed; why: {reasons:#?}");
-    for (.., ground) in &grounds {
+    for (_, ground) in &grounds {
         assert!(rekindle_testing::mounts_below(&ground.lab.store()).is_empty());
         fs::remove_dir_all(ground.lab.store()).unwrap();
     }

@@ -1,6 +1,7 @@
 //! The files of a process: descriptors, mappings, its program, its working directory and its root.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
