@@ -39,6 +39,12 @@ scratch/rehearsal images packs slots slots/boot slots/0 slots/1 slots/0/criu slo
 slots/0/criu/dump.log slots/0/criu/inventory.img slots/0/criu/pstree.img slots/0/manifest.json slots/1/manifest.json .tmp-x .del-x
 """.split()
 
+# Those that rekindle opens first, or that lead it to others.
+FIRST = """
+staging staging lock state.json log log/stdout.log log/stderr.log log/events.jsonl bin scratch scratch/plugins images packs slots
+slots/0 slots/1
+""".split()
+
 
 def entries():
     """Everything below the folder now, and not below one that we mounted."""
@@ -50,10 +56,8 @@ def entries():
 
 
 def name():
-    path = os.path.join(folder, choose.choice(NAMES))
-    found = sorted(entries())
-    if found and choose.random() < 0.6:
-        path = choose.choice(found)
+    found = sorted(os.path.relpath(path, folder) for path in entries())
+    path = os.path.join(folder, choose.choice(choose.choice([FIRST, FIRST, NAMES, found or NAMES])))
     touched.append(os.path.relpath(path, folder))
     # Through a link that was made here before, a decoy would be changed.
     if os.path.commonpath([os.path.realpath(os.path.dirname(path)), os.path.realpath(folder)]) != os.path.realpath(folder):
@@ -82,7 +86,10 @@ def away(path):
 
 
 def replace_by_link():
-    path, to = name(), decoy()
+    path = name()
+    # One of the same kind gets further.
+    is_kind = os.path.isfile if os.path.isfile(path) else os.path.isdir
+    to = decoy(is_kind) if choose.random() < 0.7 else decoy()
     if choose.random() < 0.3:
         to = os.path.relpath(to, os.path.realpath(os.path.dirname(path)))
     elif choose.random() < 0.2:

@@ -58,6 +58,14 @@ pub(crate) enum Outcome {
     Ended(i32, String),
 }
 
+/// What came of the beginning of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Begun {
+    Lives,
+    Ended,
+    Tries,
+}
+
 impl Outcome {
     pub(crate) fn said(&self) -> &str {
         match self {
@@ -168,14 +176,33 @@ impl Ground {
         there
     }
 
-    /// Runs the job until it lives or rekindle has ended.
+    /// Runs the job until it lives or rekindle has ended. Whether it lives.
     pub(crate) fn begin(&self, head: &[&str]) -> (Running, bool) {
+        let (mut run, begun) = self.begin_or_try(head);
+        assert!(begun != Begun::Tries, "{head:?} neither runs the job nor gives up: {}", tail(&run.err()));
+        let lives = begun == Begun::Lives && run.runs();
+        (run, lives)
+    }
+
+    /// The same. It may also be that rekindle waits for a store that cannot be read, for minutes: it may be back soon.
+    pub(crate) fn begin_or_try(&self, head: &[&str]) -> (Running, Begun) {
+        const TRIES: usize = 20;
         let _ = fs::remove_file(&self.beat);
         let mut run = self.lab.run_with(head, &self.command);
-        let is_over = comes(WITHIN, || self.beat.exists() || !run.runs());
+        let said = run.said_so_far();
+        let mut begun = None;
+        let is_over = comes(WITHIN, || {
+            let tries = || said().matches("WARN continuing from image ").count() >= TRIES;
+            begun = match () {
+                () if !run.runs() => Some(Begun::Ended),
+                () if self.beat.exists() => Some(Begun::Lives),
+                () if tries() => Some(Begun::Tries),
+                () => None,
+            };
+            begun.is_some()
+        });
         assert!(is_over, "{head:?} neither runs the job nor gives up: {}", tail(&run.err()));
-        let lives = run.runs();
-        (run, lives)
+        (run, begun.unwrap())
     }
 
     /// The same, and kills it.

@@ -12,7 +12,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
-use crate::hostile_store::{Cases, Ground, Library, Outside, Tmpfs};
+use crate::hostile_store::{Begun, Cases, Ground, Library, Outside, Tmpfs};
 use crate::supervisor::{Lab, Running, comes, job_file, python, tail};
 use crate::sweep::number;
 
@@ -130,17 +130,17 @@ fn work(ground: &Ground, work: Work, mutator: &mut Mutator) -> (Option<String>, 
         Work::Fresh => &["run", "--fresh", "--name", "j", "--"],
         Work::Restore | Work::Rehearse => &["run", "--name", "j", "--"],
     };
-    let (mut run, lives) = ground.begin(head);
-    if lives && ground.snapshot(&mut run) {
+    let (mut run, begun) = ground.begin_or_try(head);
+    if begun == Begun::Lives && run.runs() && ground.snapshot(&mut run) {
         awaits(&mut run, if work == Work::Rehearse { "rehears" } else { " was stored in " });
     }
-    let mut why = None;
-    if run.runs() {
+    let why = if run.runs() {
         run.kill();
+        (begun == Begun::Tries).then(|| "it waits for the store".to_owned())
     } else {
         let code = run.status().unwrap().code().unwrap_or(-1);
-        why = assert_says_why(code, &run.err());
-    }
+        assert_says_why(code, &run.err())
+    };
     ground.lab.assert_all_gone();
     (why, run.err())
 }
