@@ -18,7 +18,8 @@ import sys
 import tempfile
 import time
 
-folder, decoys, library, seed, seconds = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), float(sys.argv[5])
+folder, decoys, library = (os.path.normpath(path) for path in sys.argv[1:4])
+seed, seconds = int(sys.argv[4]), float(sys.argv[5])
 choose = random.Random(seed)
 libc = ctypes.CDLL(None, use_errno=True)
 MNT_DETACH, MS_BIND = 2, 4096
@@ -166,20 +167,21 @@ def plant_library():
     os.chmod(path, 0o755)
 
 
-def mount(source, path, kind, flags, options):
-    if os.path.isdir(path) and not os.path.islink(path):
-        mounts.append(path)
-        if libc.mount(source.encode(), path.encode(), kind, flags, options) != 0:
-            mounts.remove(path)
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+def mount(source, kind, flags, options):
+    path = choose.choice(sorted(path for path in entries() if os.path.isdir(path) and not os.path.islink(path)) or [folder])
+    touched.append(os.path.relpath(path, folder))
+    mounts.append(path)
+    if libc.mount(source.encode(), path.encode(), kind, flags, options) != 0:
+        mounts.remove(path)
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def mount_tmpfs():
-    mount("rekindle", name(), b"tmpfs", 0, b"size=1m,mode=0700")
+    mount("rekindle", b"tmpfs", 0, b"size=1m,mode=0700")
 
 
 def mount_folder():
-    mount(bound, name(), None, MS_BIND, None)
+    mount(bound, None, MS_BIND, None)
 
 
 def unmount():
@@ -231,12 +233,12 @@ def change_something():
 
 
 end = time.monotonic() + seconds
-pause = choose.choice([0.001, 0.01, 0.1])
-# Some commands meet one change only, and get further.
-left = choose.choice([1, 2, 5, 1 << 30])
+pause = choose.choice([0, 0.001, 0.01, 0.05])
+# Some commands meet a few changes only, and get further.
+left = choose.choice([1, 3, 1 << 30, 1 << 30])
 try:
     # Some are there before the command starts.
-    for _ in range(choose.choice([0, 1, 1, 3])):
+    for _ in range(choose.choice([0, 1, 2, 4])):
         change_something()
     print("ready", flush=True)
     time.sleep(choose.choice([0, 0, choose.random() * seconds / 2]))
@@ -245,10 +247,13 @@ try:
         change_something()
         time.sleep(pause)
 finally:
-    # By now they may have another path: a folder above was renamed.
-    with open("/proc/self/mountinfo") as table:
-        points = [line.split()[4] for line in table]
-    for point in reversed(points):
-        if point.startswith((os.path.dirname(folder) + "/", aside + "/")):
+    # By now they may have another path: a folder above was renamed. One may hide another.
+    for _ in range(100):
+        with open("/proc/self/mountinfo") as table:
+            points = [line.split()[4] for line in table]
+        points = [point for point in points if point.startswith((os.path.dirname(folder) + "/", aside + "/"))]
+        for point in points:
             libc.umount2(point.encode(), MNT_DETACH)
+        if not points:
+            break
     shutil.rmtree(aside, ignore_errors=True)

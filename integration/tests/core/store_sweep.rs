@@ -151,7 +151,7 @@ fn sweep(user: &str) {
         let lab = Lab::new()?.set("snapshot.rehearse", "\"1s\"").set("restart.restore-timeout", "\"10s\"");
         let lab = lab.set("store.keep-last", "1").set("snapshot.dump-timeout", "\"10s\"");
         let ground = Ground::made(lab, user, key)?;
-        let library = Library::compile(&ground.lab)?;
+        let library = Library::compile(&ground.lab);
         Some((library, ground))
     };
     let (Some(with), Some(without)) = (made(true), made(false)) else { return };
