@@ -32,6 +32,8 @@ open(os.path.join(bound, ".tmp-bound"), "w").close()
 mounts = []
 # What the present change is about.
 touched = []
+# Whether the command is still to start.
+is_before = True
 # Names that rekindle and CRIU give, at some moment or another.
 NAMES = """
 lock job.json state.json result.json proven.json staging log log/stdout.log log/stderr.log log/events.jsonl log/criu.log
@@ -58,7 +60,8 @@ def entries():
 
 def name():
     found = sorted(os.path.relpath(path, folder) for path in entries())
-    path = os.path.join(folder, choose.choice(choose.choice([FIRST, FIRST, NAMES, found or NAMES])))
+    there = [path for path in FIRST if path in found]
+    path = os.path.join(folder, choose.choice(choose.choice([there or FIRST] if is_before else [FIRST, NAMES, found or NAMES])))
     touched.append(os.path.relpath(path, folder))
     # Through a link that was made here before, a decoy would be changed.
     if os.path.commonpath([os.path.realpath(os.path.dirname(path)), os.path.realpath(folder)]) != os.path.realpath(folder):
@@ -90,7 +93,7 @@ def replace_by_link():
     path = name()
     # One of the same kind gets further.
     is_kind = os.path.isfile if os.path.isfile(path) else os.path.isdir
-    to = decoy(is_kind) if choose.random() < 0.7 else decoy()
+    to = decoy(is_kind) if choose.random() < 0.85 else decoy()
     if choose.random() < 0.3:
         to = os.path.relpath(to, os.path.realpath(os.path.dirname(path)))
     elif choose.random() < 0.2:
@@ -220,10 +223,12 @@ CHANGES = [
     replace_by_fifo, replace_by_socket, replace_by_device, replace_by_file, replace_by_folder, plant_library, mount_tmpfs,
     mount_folder, unmount, change_owner, change_mode, rename_to_another, truncate, remove,
 ]  # fmt: skip
+# What is only there between two commands is the attack that needs no luck.
+BEFORE = [replace_by_link, replace_by_link, replace_by_link, replace_by_hard_link, replace_by_fifo, plant_library, plant_library]
 
 
 def change_something():
-    change = choose.choice(CHANGES)
+    change = choose.choice(BEFORE if is_before else CHANGES)
     touched.clear()
     try:
         change()
@@ -235,11 +240,11 @@ def change_something():
 end = time.monotonic() + seconds
 pause = choose.choice([0, 0.001, 0.01, 0.05])
 # Some commands meet a few changes only, and get further.
-left = choose.choice([1, 3, 1 << 30, 1 << 30])
+left = choose.choice([0, 2, 1 << 30, 1 << 30])
 try:
-    # Some are there before the command starts.
-    for _ in range(choose.choice([0, 1, 2, 4])):
+    for _ in range(choose.choice([0, 1, 1, 1, 2])):
         change_something()
+    is_before = False
     print("ready", flush=True)
     time.sleep(choose.choice([0, 0, choose.random() * seconds / 2]))
     while time.monotonic() < end and left > 0:

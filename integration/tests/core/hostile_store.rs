@@ -222,12 +222,18 @@ impl Ground {
     }
 
     /// Runs another command: its exit code, and what it said.
-    pub(crate) fn call(&self, args: &[&str]) -> (i32, String) {
+    fn call(&self, args: &[&str]) -> (i32, String) {
+        let (code, _, said) = self.call_for_output(args);
+        (code, said)
+    }
+
+    /// The same, with its output before what it said.
+    pub(crate) fn call_for_output(&self, args: &[&str]) -> (i32, String, String) {
         let mut run = self.lab.run_with(args, [""; 0]);
         assert!(comes(WITHIN, || !run.runs()), "{args:?} does not end within {WITHIN:?}: {}", tail(&run.err()));
-        let (code, _, said) = run.finish(WITHIN);
+        let (code, out, said) = run.finish(WITHIN);
         assert!(!said.contains("panicked"), "{args:?}: {said}");
-        (code, said)
+        (code, out, said)
     }
 
     /// Runs the job or another command. Answers what was said.
