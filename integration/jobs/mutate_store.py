@@ -36,16 +36,17 @@ touched = []
 is_before = True
 # Names that rekindle and CRIU give, at some moment or another.
 NAMES = """
-lock job.json state.json result.json proven.json staging log log/stdout.log log/stderr.log log/events.jsonl log/criu.log
-log/stdout.log.1 bin scratch scratch/plugins scratch/plugins/rekindle.so scratch/stats-dump scratch/stats-restore scratch/unpacked
-scratch/rehearsal images packs slots slots/boot slots/0 slots/1 slots/0/criu slots/1/criu slots/0/spool slots/1/spool slots/0/gpu
-slots/0/criu/dump.log slots/0/criu/inventory.img slots/0/criu/pstree.img slots/0/manifest.json slots/1/manifest.json .tmp-x .del-x
+lock job.json state.json result.json proven.json staging .tmp-x .del-x images packs bin
+log log/stdout.log log/stderr.log log/events.jsonl log/criu.log log/stdout.log.1
+scratch scratch/plugins scratch/plugins/rekindle.so scratch/stats-dump scratch/stats-restore scratch/unpacked scratch/rehearsal
+slots slots/boot slots/0 slots/1 slots/0/criu slots/1/criu slots/0/spool slots/1/spool slots/0/gpu slots/0/manifest.json
+slots/0/criu/dump.log slots/0/criu/inventory.img slots/0/criu/pstree.img slots/1/manifest.json
 """.split()
 
 # Those that rekindle opens first, or that lead it to others.
 FIRST = """
-staging staging lock state.json log log/stdout.log log/stderr.log log/events.jsonl bin scratch scratch/plugins images packs slots
-slots/0 slots/1
+staging staging lock state.json log log/stdout.log log/stderr.log log/events.jsonl bin scratch scratch/plugins images packs
+slots slots/0 slots/1
 """.split()
 
 
@@ -224,7 +225,7 @@ CHANGES = [
     mount_folder, unmount, change_owner, change_mode, rename_to_another, truncate, remove,
 ]  # fmt: skip
 # What is only there between two commands is the attack that needs no luck.
-BEFORE = [replace_by_link, replace_by_link, replace_by_link, replace_by_hard_link, replace_by_fifo, plant_library, plant_library]
+BEFORE = [replace_by_link] * 3 + [plant_library] * 2 + [replace_by_hard_link, replace_by_fifo]
 
 
 def change_something():

@@ -808,7 +808,9 @@ fn nothing_is_written_through_a_linked_file() {
         let pristine = ground.pristine.join("j").join(&name);
         for planted in [Planted::Link, Planted::LinkToExpected, Planted::HardLink, Planted::HardLinkToExpected] {
             let is_expected = matches!(planted, Planted::LinkToExpected | Planted::HardLinkToExpected);
-            if is_expected && !pristine.is_file() {
+            // In folders of images nothing is changed in place.
+            let is_hard = matches!(planted, Planted::HardLink | Planted::HardLinkToExpected);
+            if is_expected && !pristine.is_file() || is_hard && name.contains('/') {
                 continue;
             }
             ground.reset();
