@@ -7,9 +7,10 @@
 //! file of it.
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
+use rekindle_os::beneath::{Beneath, Owners};
 use rekindle_os::shielded::shielded;
 use rekindle_store::JobFolder;
 
@@ -48,6 +49,22 @@ pub(crate) fn opened(folder: &JobFolder, path: &Path) -> Result<Option<OwnedFd>,
     let found = folder.dir().join(inside).folder();
     let found = found.map_err(|source| Error::Folder { path: path.to_owned(), source })?;
     shielded(&found).map(Some).map_err(|source| Error::Mount { path: path.to_owned(), source })
+}
+
+/// The path by which we ourselves read and rewrite what CRIU has written there.
+pub(crate) fn through(opened: Option<&OwnedFd>, path: &Path) -> PathBuf {
+    opened.map_or_else(|| path.to_owned(), |opened| format!("/proc/self/fd/{}", opened.as_raw_fd()).into())
+}
+
+/// The folder of an image that is being made.
+///
+/// # Errors
+/// When it cannot be opened.
+pub(crate) fn draft(folder: &JobFolder, path: &Path) -> io::Result<Beneath> {
+    match path.strip_prefix(folder.path()) {
+        Ok(inside) => Ok(folder.dir().join(inside)),
+        Err(_) => Beneath::root(path, Owners::Ours),
+    }
 }
 
 #[cfg(test)]

@@ -4,12 +4,13 @@
 //! of the freeze are a table with an undo each.
 
 use std::cell::OnceCell;
+use std::io::Write;
 use std::time::{Duration, Instant};
 
 use super::CRIU_DIR;
 use super::mapped;
 use super::moment::{Moment, Still, Wrong};
-use super::opened::opened;
+use super::opened::{draft, opened, through};
 use super::pages::Drained;
 use super::prepare::Ready;
 use super::seen::{Gpus, Seen, copied};
@@ -246,16 +247,17 @@ impl Freeze<'_> {
     fn dump(&mut self) -> Result<(), Error> {
         let (env, subject, options) = (self.env, self.env.subject, self.env.subject.options);
         let image = self.ready.target.dir().to_path_buf();
-        let dir = image.join(CRIU_DIR);
+        let images = image.join(CRIU_DIR);
         let io = |what: &str| {
             let what = format!("dump: cannot {what}");
             move |source| Error::Io { what, source }
         };
-        let (opened, work) = (opened(subject.folder, &dir)?, subject.work.criu());
+        let (opened, work) = (opened(subject.folder, &images)?, subject.work.criu());
+        let dir = through(opened.as_ref(), &images);
         let place = Place {
             criu: subject.criu,
             init: subject.job.world.init(),
-            images: &dir,
+            images: &images,
             opened: opened.as_ref(),
             work: &work,
             timeout: options.dump_timeout,
@@ -312,9 +314,11 @@ impl Freeze<'_> {
         };
         let moment = moment.ok_or_else(silent)?;
         let frozen = criu::image::frozen_time(&work).unwrap_or_default();
-        std::fs::write(image.join("dump.log"), log.text()).map_err(io("save CRIU's log"))?;
+        let draft = draft(subject.folder, &image).map_err(io("open the image"))?;
+        let saved = draft.join("dump.log").create_new(0o600);
+        saved.and_then(|mut file| file.write_all(log.text().as_bytes())).map_err(io("save CRIU's log"))?;
         let ours = record::ours(&subject.ours, subject.work, &dir, env.root())?;
-        let recreate = record::keep_ours(&image, &ours).map_err(io("save rekindle's own files"))?;
+        let recreate = record::keep_ours(&draft, &ours).map_err(io("save rekindle's own files"))?;
         self.dumped = Some(Dumped { moment, drained, frozen, recreate });
         Ok(())
     }

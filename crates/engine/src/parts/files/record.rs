@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::convert::Infallible;
 use std::ffi::{OsStr, OsString};
-use std::io;
+use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -15,6 +15,7 @@ use crate::launch::output::Files;
 use crate::launch::work::WorkFolder;
 use crate::launch::{mapped, reaper};
 use rekindle_criu::image::{self, Holder};
+use rekindle_os::beneath::Beneath;
 use rekindle_os::identity;
 use rekindle_os::maps;
 use rekindle_os::parallel;
@@ -302,12 +303,12 @@ pub(crate) fn ours(
 
 /// Puts files of ours that the job has mapped into the image: a restore may happen after an upgrade, or on another
 /// machine.
-pub(crate) fn keep_ours(image: &Path, ours: &[PathBuf]) -> io::Result<Vec<Recreate>> {
-    std::fs::create_dir_all(image.join("files"))?;
+pub(crate) fn keep_ours(image: &Beneath, ours: &[PathBuf]) -> io::Result<Vec<Recreate>> {
+    image.join("files").make_dirs(0o700)?;
     let keep = |path: &PathBuf| {
         let name = path.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
         let part: PartPath = format!("files/{name}").parse().map_err(io::Error::other)?;
-        std::fs::copy(path, image.join(&part))?;
+        image.join(&part).create_new(0o600)?.write_all(&std::fs::read(path)?)?;
         let mode = std::fs::metadata(path)?.mode() & 0o777;
         let path = JobPath::new(path.as_path()).map_err(io::Error::other)?;
         Ok(Recreate { path, mode, part })

@@ -6,6 +6,7 @@ use std::sync::Mutex;
 use super::super::{ChangedFiles, Cuda, Prepare, Unpacking};
 use super::*;
 use crate::launch::output::{self, Bounds};
+use crate::launch::work::WorkFolder;
 use crate::launch::{Privileges, reaper};
 use crate::parts::gpu::placement::Wishes;
 use crate::samples;
@@ -67,6 +68,7 @@ fn play(
         image: &image,
         folder: &folder,
         criu: &false_criu,
+        work: &WorkFolder::of_another_process(dir.path().to_owned()),
         reaper: &reaper,
         output: &output::Files::create(dir.path(), Bounds::default()).unwrap(),
         identity: None,
