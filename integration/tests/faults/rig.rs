@@ -246,6 +246,11 @@ impl Rig {
         self.lab.log()
     }
 
+    /// The work folders that are mounted, each of a run.
+    pub(crate) fn work_folders(&self) -> Vec<PathBuf> {
+        self.lab.work_folders()
+    }
+
     pub(crate) fn folder(&self) -> JobFolder {
         self.lab.job()
     }
