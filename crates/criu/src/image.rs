@@ -21,7 +21,7 @@ mod unnamed;
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
@@ -41,6 +41,8 @@ pub use sockets::{TcpSocket, close_connections, close_connections_outwards, tcp_
 pub use streams::{Behind, behind, complete};
 pub use timers::restart_timers;
 pub use unnamed::{Known, Unnamed, UnnamedFiles};
+
+use rekindle_os::beneath::Beneath;
 
 use super::proto::{FileEntry, PagemapEntry, PagemapHead, PstreeEntry, RemapEntry, StatsEntry};
 
@@ -92,32 +94,36 @@ pub enum Error {
     },
 }
 
-fn damaged(path: &Path, what: impl Into<String>) -> Error {
-    Error::Damaged { path: path.into(), what: what.into() }
+fn damaged(path: &Beneath, what: impl Into<String>) -> Error {
+    Error::Damaged { path: path.path().into(), what: what.into() }
+}
+
+/// Replaces the content of an image file.
+fn put(path: &Beneath, bytes: &[u8]) -> Result<(), Error> {
+    let write = |mut file: File| {
+        file.set_len(0)?;
+        file.write_all(bytes)
+    };
+    path.change().and_then(write).map_err(|source| Error::Write { path: path.path().into(), source })
 }
 
 /// The records of an image file.
 struct Records {
-    path: PathBuf,
+    path: Beneath,
     bytes: Vec<u8>,
     at: usize,
 }
 
 impl Records {
-    fn open(path: PathBuf, magic: u32) -> Result<Records, Error> {
-        let read = std::fs::read(&path);
-        Records::of(path, read, magic)
+    fn open(path: Beneath, magic: u32) -> Result<Records, Error> {
+        Records::begin(path, u64::MAX, magic)
     }
 
     /// The same, but only the first `most` bytes.
-    fn begin(path: PathBuf, most: u64, magic: u32) -> Result<Records, Error> {
+    fn begin(path: Beneath, most: u64, magic: u32) -> Result<Records, Error> {
         let mut bytes = Vec::new();
-        let read = File::open(&path).and_then(|file| file.take(most).read_to_end(&mut bytes));
-        Records::of(path, read.map(|_| bytes), magic)
-    }
-
-    fn of(path: PathBuf, read: io::Result<Vec<u8>>, magic: u32) -> Result<Records, Error> {
-        let bytes = read.map_err(|source| Error::Read { path: path.clone(), source })?;
+        let read = path.read().and_then(|file| file.take(most).read_to_end(&mut bytes));
+        read.map_err(|source| Error::Read { path: path.path().into(), source })?;
         let mut records = Records { path, bytes, at: 0 };
         let first = records.word();
         if !matches!(first, Some(COMMON | SERVICE)) || records.word() != Some(magic) {
@@ -182,7 +188,7 @@ pub struct Ids {
 ///
 /// # Errors
 /// When pstree.img is missing or damaged, or cannot be written.
-pub fn adopt_daemons(dir: &Path) -> Result<(), Error> {
+pub fn adopt_daemons(dir: &Beneath) -> Result<(), Error> {
     let path = dir.join("pstree.img");
     let before: Vec<PstreeEntry> = Records::open(path.clone(), PSTREE)?.all()?;
     let mut entries = before.clone();
@@ -197,7 +203,7 @@ pub fn adopt_daemons(dir: &Path) -> Result<(), Error> {
         bytes.extend(length.to_le_bytes());
         bytes.extend(record);
     }
-    std::fs::write(&path, bytes).map_err(|source| Error::Write { path, source })
+    put(&path, &bytes)
 }
 
 fn lead_sessions(entries: &mut [PstreeEntry]) {
@@ -231,7 +237,7 @@ fn lead_sessions(entries: &mut [PstreeEntry]) {
 ///
 /// # Errors
 /// When it is missing or damaged.
-pub fn ids(dir: &Path) -> Result<Ids, Error> {
+pub fn ids(dir: &Beneath) -> Result<Ids, Error> {
     let path = dir.join("pstree.img");
     let entries: Vec<PstreeEntry> = Records::open(path.clone(), PSTREE)?.all()?;
     let signed = |id: u32| i32::try_from(id).map_err(|_| damaged(&path, "a pid is out of range"));
@@ -266,7 +272,7 @@ pub struct OpenFile {
 ///
 /// # Errors
 /// When an image file is damaged.
-pub fn open_files(dir: &Path) -> Result<Vec<OpenFile>, Error> {
+pub fn open_files(dir: &Beneath) -> Result<Vec<OpenFile>, Error> {
     let names = names(dir)?;
     let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
     let named = entries.into_iter().filter_map(|entry| {
@@ -278,7 +284,7 @@ pub fn open_files(dir: &Path) -> Result<Vec<OpenFile>, Error> {
 }
 
 /// The paths of the regular files of files.img with a name, by their id: their own name, or one that CRIU gave them.
-fn names(dir: &Path) -> Result<BTreeMap<u32, PathBuf>, Error> {
+fn names(dir: &Beneath) -> Result<BTreeMap<u32, PathBuf>, Error> {
     let remaps = remaps(dir)?;
     let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
     let by_id = |id: u32| entries.iter().find(|e| e.id == id).and_then(|e| e.reg.as_ref());
@@ -304,7 +310,7 @@ fn absolute(name: &[u8]) -> PathBuf {
 ///
 /// # Errors
 /// When files.img is missing or damaged.
-pub fn bound_paths(dir: &Path) -> Result<Vec<PathBuf>, Error> {
+pub fn bound_paths(dir: &Beneath) -> Result<Vec<PathBuf>, Error> {
     let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
     let path = |entry: &FileEntry| {
         let name = entry.unix.as_ref()?.name.split(|byte| *byte == 0).next()?;
@@ -313,9 +319,9 @@ pub fn bound_paths(dir: &Path) -> Result<Vec<PathBuf>, Error> {
     Ok(entries.iter().filter_map(path).collect())
 }
 
-fn remaps(dir: &Path) -> Result<Vec<RemapEntry>, Error> {
+fn remaps(dir: &Beneath) -> Result<Vec<RemapEntry>, Error> {
     let path = dir.join("remap-fpath.img");
-    if !path.exists() {
+    if !path.is_there() {
         return Ok(Vec::new());
     }
     Records::open(path, REMAP)?.all()
@@ -326,31 +332,35 @@ fn remaps(dir: &Path) -> Result<Vec<RemapEntry>, Error> {
 ///
 /// # Errors
 /// When a file is missing, damaged, or has another size than in its map.
-pub fn check_pages(dir: &Path) -> Result<u64, Error> {
-    let read = |source| Error::Read { path: dir.into(), source };
+pub fn check_pages(dir: &Beneath) -> Result<u64, Error> {
     let mut total = 0;
-    for entry in std::fs::read_dir(dir).map_err(read)? {
-        let path = entry.map_err(read)?.path();
-        let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+    for name in names_in(dir)? {
+        let path = dir.join(&name);
         if name.starts_with("pagemap-") && name.ends_with(".img") {
-            total += check_pagemap(dir, path)?;
+            total += check_pagemap(dir, &path)?;
         } else if let Some(pid) = name.strip_prefix("mm-") {
             // A process with memory has a page map, even if it is empty.
             let pagemap = dir.join(format!("pagemap-{pid}"));
-            std::fs::metadata(&pagemap).map_err(|source| Error::Read { path: pagemap, source })?;
+            pagemap.metadata().map_err(|source| Error::Read { path: pagemap.path().into(), source })?;
         }
     }
     Ok(total)
 }
 
-fn check_pagemap(dir: &Path, path: PathBuf) -> Result<u64, Error> {
-    let map = page_runs(&path)?;
-    let want = map.bytes(&path)?;
+/// The names of the files, as text.
+fn names_in(dir: &Beneath) -> Result<Vec<String>, Error> {
+    let names = dir.list().map_err(|source| Error::Read { path: dir.path().into(), source })?;
+    Ok(names.iter().map(|name| name.to_string_lossy().into_owned()).collect())
+}
+
+fn check_pagemap(dir: &Beneath, path: &Beneath) -> Result<u64, Error> {
+    let map = page_runs(path)?;
+    let want = map.bytes(path)?;
     let file = dir.join(format!("pages-{}.img", map.pages_id));
-    let have = match std::fs::metadata(&file) {
+    let have = match file.metadata() {
         Ok(metadata) => metadata.len(),
         Err(e) if e.kind() == io::ErrorKind::NotFound && want == 0 => 0,
-        Err(source) => return Err(Error::Read { path: file, source }),
+        Err(source) => return Err(Error::Read { path: file.path().into(), source }),
     };
     if have != want {
         return Err(damaged(&file, format!("{have} bytes, its page map says {want}")));
@@ -381,7 +391,7 @@ impl PageRuns {
     ///
     /// # Errors
     /// When the counts overflow.
-    pub fn bytes(&self, path: &Path) -> Result<u64, Error> {
+    pub fn bytes(&self, path: &Beneath) -> Result<u64, Error> {
         let pages = self.runs.iter().try_fold(0_u64, |sum, run| sum.checked_add(run.pages));
         pages.and_then(|pages| pages.checked_mul(PAGE)).ok_or_else(|| damaged(path, "page counts overflow"))
     }
@@ -391,8 +401,8 @@ impl PageRuns {
 ///
 /// # Errors
 /// When it is missing or damaged.
-pub fn pages_id(path: &Path) -> Result<u32, Error> {
-    let head: Option<PagemapHead> = Records::open(path.to_owned(), PAGEMAP)?.next()?;
+pub fn pages_id(path: &Beneath) -> Result<u32, Error> {
+    let head: Option<PagemapHead> = Records::open(path.clone(), PAGEMAP)?.next()?;
     head.map(|head| head.pages_id).ok_or_else(|| damaged(path, "no head"))
 }
 
@@ -400,8 +410,8 @@ pub fn pages_id(path: &Path) -> Result<u32, Error> {
 ///
 /// # Errors
 /// When it is missing or damaged.
-pub fn page_runs(path: &Path) -> Result<PageRuns, Error> {
-    let mut records = Records::open(path.to_owned(), PAGEMAP)?;
+pub fn page_runs(path: &Beneath) -> Result<PageRuns, Error> {
+    let mut records = Records::open(path.clone(), PAGEMAP)?;
     let head: PagemapHead = records.next()?.ok_or_else(|| damaged(path, "no head"))?;
     let entries: Vec<PagemapEntry> = records.all()?;
     // Before there were flags, only in_parent existed.
@@ -417,11 +427,9 @@ pub fn page_runs(path: &Path) -> Result<PageRuns, Error> {
 ///
 /// # Errors
 /// When the folder cannot be read.
-pub fn page_maps(dir: &Path) -> Result<Vec<(String, Option<u32>)>, Error> {
-    let read = |source| Error::Read { path: dir.into(), source };
+pub fn page_maps(dir: &Beneath) -> Result<Vec<(String, Option<u32>)>, Error> {
     let mut all = Vec::new();
-    for entry in std::fs::read_dir(dir).map_err(read)? {
-        let name = entry.map_err(read)?.file_name().to_string_lossy().into_owned();
+    for name in names_in(dir)? {
         if let Some(owner) = name.strip_prefix("pagemap-").and_then(|rest| rest.strip_suffix(".img")) {
             let head = Records::open(dir.join(&name), PAGEMAP).and_then(|mut records| records.next::<PagemapHead>());
             all.push((owner.to_string(), head.ok().flatten().map(|head| head.pages_id)));
@@ -434,7 +442,7 @@ pub fn page_maps(dir: &Path) -> Result<Vec<(String, Option<u32>)>, Error> {
 ///
 /// # Errors
 /// When the file is missing or damaged.
-pub fn frozen_time(dir: &Path) -> Result<std::time::Duration, Error> {
+pub fn frozen_time(dir: &Beneath) -> Result<std::time::Duration, Error> {
     let path = dir.join("stats-dump");
     let stats: Option<StatsEntry> = Records::open(path.clone(), STATS)?.next()?;
     let dump = stats.and_then(|s| s.dump).ok_or_else(|| damaged(&path, "no dump statistics"))?;

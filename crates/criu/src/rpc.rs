@@ -28,6 +28,7 @@ use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, send, 
 use prost::Message;
 
 use self::ending::{AbandonOnPanic, Process};
+use rekindle_os::beneath::{Beneath, Owners};
 use super::log::{Log, Reader};
 use super::plugin::{FileRights, PLUGIN_NAME, Plugin};
 use super::proto::{InheritFd, Kind, Options, Request, Response};
@@ -330,7 +331,8 @@ const FIRST_FILE: i32 = 5;
 /// When CRIU does not start, refuses, is cancelled or takes too long. Then no process of the tree is left.
 pub fn restore(place: &Place<'_>, options: RestoreOptions<'_>, hooks: &mut Hooks<'_>) -> Result<Restored, RunError> {
     let RestoreOptions { tcp, instead, plugin } = options;
-    image::check_pages(place.images)?;
+    let read = |source| image::Error::Read { path: place.images.into(), source };
+    image::check_pages(&Beneath::root(place.images, Owners::Any).map_err(read)?)?;
     let key = |file: &Instead| file.then.strip_prefix("/").unwrap_or(&file.then).as_os_str().as_bytes().to_vec();
     let inherit_fd = (FIRST_FILE..).zip(instead).map(|(fd, file)| InheritFd { key: key(file), fd }).collect();
     let wanted = Options {

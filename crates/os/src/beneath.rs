@@ -290,6 +290,15 @@ impl Beneath {
         self.find_folder().map(OwnedFd::from)
     }
 
+    /// Opens the folder here for reading, for calls that need that (flock(2), fsync(2)).
+    ///
+    /// # Errors
+    /// As [`Beneath::list`].
+    pub fn open_folder(&self) -> io::Result<File> {
+        let folder = self.find_folder()?;
+        File::options().read(true).custom_flags(libc::O_DIRECTORY).open(own(&folder))
+    }
+
     /// Metadata of what is here; of a link itself.
     ///
     /// # Errors
@@ -593,8 +602,7 @@ impl Beneath {
     /// # Errors
     /// Opening it or fsync.
     pub fn sync_dir(&self) -> io::Result<()> {
-        let folder = self.find_folder()?;
-        File::options().read(true).custom_flags(libc::O_DIRECTORY).open(own(&folder))?.sync_all()
+        self.open_folder()?.sync_all()
     }
 
     /// Bytes that a user without special rights can still write to the file system of the folder here.

@@ -14,14 +14,13 @@ use std::fs::{File, Permissions};
 use std::io;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
-use std::path::Path;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, PosixFadviseAdvice, fcntl, posix_fadvise};
 
-use super::durable;
+use super::durable::Place;
 use super::point::{Step, point};
 
 /// Alignment of memory, offsets and lengths. No device in use has larger blocks, and a page has this size.
@@ -91,9 +90,9 @@ impl DirectFile {
     ///
     /// # Errors
     /// Those of open(2); `AlreadyExists` if there is one.
-    pub fn create(path: &Path, way: Way) -> io::Result<DirectFile> {
+    pub fn create(path: &(impl Place + ?Sized), way: Way) -> io::Result<DirectFile> {
         point(Step::Write)?;
-        let file = File::options().write(true).create_new(true).mode(0o600).open(path)?;
+        let file = path.place()?.create_new(0o600)?;
         file.set_permissions(Permissions::from_mode(0o600))?;
         Ok(DirectFile::from(file, way))
     }
@@ -101,9 +100,9 @@ impl DirectFile {
     /// Opens a regular file for reading.
     ///
     /// # Errors
-    /// Those of [`durable::open_for_reading`].
-    pub fn open(path: &Path, way: Way) -> io::Result<DirectFile> {
-        Ok(DirectFile::from(durable::open_for_reading(path)?, way))
+    /// Those of [`super::beneath::Beneath::read`].
+    pub fn open(path: &(impl Place + ?Sized), way: Way) -> io::Result<DirectFile> {
+        Ok(DirectFile::from(path.place()?.read()?, way))
     }
 
     fn from(file: File, way: Way) -> DirectFile {
@@ -260,6 +259,8 @@ fn sync_range(file: &File, offset: u64, len: u64, flags: libc::c_uint) {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     fn pattern(len: usize) -> Vec<u8> {

@@ -15,7 +15,6 @@ use std::fs::File;
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::Path;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
@@ -123,12 +122,11 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// Opens a file that already has its final size.
+    /// Writes to a file that is open for reading and writing, and already has its final size.
     ///
     /// # Errors
-    /// Those of open(2) and fstat(2).
-    pub fn open(path: &Path) -> io::Result<Writer> {
-        let file = File::options().read(true).write(true).open(path)?;
+    /// That of fstat(2).
+    pub fn of(file: File) -> io::Result<Writer> {
         let mappable = if is_in_memory(&file).unwrap_or(false) { file.metadata()?.size() } else { 0 };
         Ok(Writer { file: Arc::new(file), mappable, window: None })
     }
@@ -377,7 +375,7 @@ mod tests {
             File::create(&path).unwrap().set_len(u64::try_from(content.len()).unwrap() + (4 << 20)).unwrap();
             let pieces: Vec<(usize, &[u8])> = content.chunks(PIECE).enumerate().collect();
             let write = |(n, piece): (usize, &[u8])| {
-                let mut writer = Writer::open(&path).unwrap();
+                let mut writer = Writer::of(File::options().read(true).write(true).open(&path).unwrap()).unwrap();
                 assert_eq!(writer.mappable > 0, place == "/dev/shm");
                 writer.write_at(piece, u64::try_from(n * PIECE).unwrap()).unwrap();
                 assert_eq!(writer.window.is_some(), place == "/dev/shm");
@@ -396,7 +394,7 @@ mod tests {
         let dir = tempfile::tempdir_in("/dev/shm").unwrap();
         let path = dir.path().join("f");
         std::fs::write(&path, b"begin").unwrap();
-        let mut writer = Writer::open(&path).unwrap();
+        let mut writer = Writer::of(File::options().read(true).write(true).open(&path).unwrap()).unwrap();
         writer.write_at(b"n and end", 4).unwrap();
         // The file was cut by somebody else: the mapping has no page there.
         File::options().write(true).open(&path).unwrap().set_len(0).unwrap();

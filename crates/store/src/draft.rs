@@ -9,10 +9,8 @@
 //!
 //! On every open do: sweep `.tmp-*` and `.del-*` ([`super::JobFolder::sweep_leftovers`]).
 
-use std::fs::{self, DirBuilder};
 use std::io;
-use std::os::unix::fs::DirBuilderExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use thiserror::Error;
 
@@ -29,6 +27,7 @@ use super::mark;
 use super::names::DELETED_PREFIX;
 use super::tags;
 use super::trust::Trust;
+use rekindle_os::beneath::Beneath;
 use rekindle_os::durable::{self, TEMP_PREFIX};
 
 /// Why a draft did not become an image. Unless noted otherwise there is no image, and the job's older images are
@@ -62,8 +61,8 @@ impl From<FileError> for PublishError {
 pub struct Draft {
     id: ImageId,
     job: JobName,
-    dir: PathBuf,
-    lasting: PathBuf,
+    dir: Beneath,
+    lasting: Beneath,
     trust: Trust,
 }
 
@@ -75,11 +74,10 @@ impl JobFolder {
     pub fn begin_image_as(&self, lock: &WriterLock, id: ImageId) -> StoreResult<Draft> {
         self.check_lock(lock)?;
         let dir = self.images_dir();
-        let path = dir.join(format!("{TEMP_PREFIX}{id}"));
-        let made = DirBuilder::new().mode(0o700).create(&path);
-        made.map_err(|source| Error::Create { path: path.clone(), source })?;
+        let draft = dir.join(format!("{TEMP_PREFIX}{id}"));
+        draft.make_dir(0o700).map_err(|source| Error::Create { path: draft.path().to_owned(), source })?;
         let lasting = dir.join(id.to_string());
-        Ok(Draft { id, job: self.name().clone(), dir: path, lasting, trust: self.trust().clone() })
+        Ok(Draft { id, job: self.name().clone(), dir: draft, lasting, trust: self.trust().clone() })
     }
 }
 
@@ -93,7 +91,7 @@ impl Draft {
 
     /// The folder to fill, with files and folders of any depth. Only root or the user of the supervisor can enter it.
     #[must_use]
-    pub fn dir(&self) -> &Path {
+    pub fn dir(&self) -> &Beneath {
         &self.dir
     }
 
@@ -113,14 +111,15 @@ impl Draft {
         manifest.job = self.job.clone();
         let bytes = manifest.to_bytes(&self.trust).map_err(|source| PublishError::Describe { id: self.id, source })?;
         let write = |name: &str, bytes: &[u8]| {
-            let path = self.dir.join(name);
-            durable::write_file(&path, bytes, 0o600).map_err(|source| PublishError::Write { path, source })
+            let file = self.dir.join(name);
+            let failed = |source| PublishError::Write { path: file.path().to_owned(), source };
+            durable::write_file(&file, bytes, 0o600).map_err(failed)
         };
         write(map::FILE_NAME, map)?;
         let loose = !from.is_staged();
         carry_over(&from.dir, &self.dir, &BESIDE)?;
         write(manifest::FILE_NAME, &bytes)?;
-        let publish = |source| PublishError::Publish { path: self.lasting.clone(), source };
+        let publish = |source| PublishError::Publish { path: self.lasting.path().to_owned(), source };
         match loose {
             true => durable::exchange_dirs(&self.dir, &self.lasting).map_err(publish)?,
             false if self.is_for_a_damaged_one() => self.replace_damaged()?,
@@ -160,13 +159,13 @@ impl Draft {
         // Repeated, because somebody may have tagged it just before.
         carry_over(&replaced, &self.lasting, &[tags::FILE_NAME])?;
         // If it cannot be removed now, the next sweep removes it.
-        let _ = fs::remove_dir_all(&replaced);
+        let _ = replaced.remove_dir_all();
         Ok(())
     }
 
     /// Gives it the name of the damaged copy; returns where that is now. Where two names cannot be exchanged (NFS), there is
     /// a moment without the image: after a power cut then, there is neither. The replica still has it, if it is from there.
-    pub(crate) fn replace(&self, exchange: impl FnOnce(&Path, &Path) -> io::Result<()>) -> io::Result<PathBuf> {
+    pub(crate) fn replace(&self, exchange: impl FnOnce(&Beneath, &Beneath) -> io::Result<()>) -> io::Result<Beneath> {
         match exchange(&self.dir, &self.lasting) {
             Err(error) if error.kind() == io::ErrorKind::Unsupported => {}
             exchanged => return exchanged.map(|()| self.dir.clone()),
@@ -183,13 +182,15 @@ impl Draft {
 
 /// What is stored beside the manifest of an image.
 const BESIDE: [&str; 2] = [mark::FILE_NAME, tags::FILE_NAME];
+/// Maximum size of these files: larger ones are not read.
+const MAX_BYTES: u64 = 64 << 10;
 
 /// Copies these files of an image, unless they are the same already.
-fn carry_over(from: &Path, to: &Path, names: &[&str]) -> Result<(), FileError> {
+fn carry_over(from: &Beneath, to: &Beneath, names: &[&str]) -> Result<(), FileError> {
     for name in names {
         let path = to.join(name);
-        let Ok(bytes) = fs::read(from.join(name)) else { continue };
-        if fs::read(&path).ok().as_ref() != Some(&bytes) {
+        let Ok(bytes) = from.join(name).content(MAX_BYTES) else { continue };
+        if path.content(MAX_BYTES).ok().as_ref() != Some(&bytes) {
             durable::write_file(&path, &bytes, 0o600).map_err(failed("write", &path))?;
         }
     }
@@ -199,6 +200,6 @@ fn carry_over(from: &Path, to: &Path, names: &[&str]) -> Result<(), FileError> {
 impl Drop for Draft {
     fn drop(&mut self) {
         // After publishing no folder has this name. If it cannot be removed, the next sweep removes it.
-        let _ = fs::remove_dir_all(&self.dir);
+        let _ = self.dir.remove_dir_all();
     }
 }

@@ -3,6 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use rekindle_os::beneath::Unexpected;
 use thiserror::Error;
 
 /// A file or folder could not be created, read, written or removed.
@@ -17,18 +18,24 @@ pub struct FileError {
     pub source: io::Error,
 }
 
-/// A hint for errors of the disk itself: what the error means and what to do. It is shown before the kernel's message.
-/// Empty for other errors.
+/// A hint for errors of the disk itself, and for what others put into a store: what the error means and what to do. It is
+/// shown before the cause. Empty for other errors.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Failing<'a>(pub(crate) &'a io::Error);
 
 impl std::fmt::Display for Failing<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match is_failing(self.0) {
-            true => f.write_str(
+        if is_failing(self.0) {
+            return f.write_str(
                 ", because the disk is failing (see the kernel log, and replace the disk; no image is marked as bad)",
+            );
+        }
+        match Unexpected::in_error(self.0) {
+            Some(_) => f.write_str(
+                ", because something else was put there (it was neither followed nor changed: remove it, or make it what \
+                it should be; then `rekindle repair` says what is missing)",
             ),
-            false => Ok(()),
+            None => Ok(()),
         }
     }
 }
@@ -39,7 +46,10 @@ pub(crate) fn is_failing(error: &io::Error) -> bool {
 }
 
 /// Makes an error of a failed action.
-pub fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> FileError + use<> {
-    let path = path.to_owned();
+pub fn failed<P: AsRef<Path> + ?Sized>(
+    what: &'static str,
+    path: &P,
+) -> impl FnOnce(io::Error) -> FileError + use<P> {
+    let path = path.as_ref().to_owned();
     move |source| FileError { what, path, source }
 }

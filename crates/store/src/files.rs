@@ -1,9 +1,10 @@
 //! Lists and hashes the files of an image.
 
-use std::fs::{self, File};
+use std::fs::{File, Metadata};
 use std::io::{self, Read};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
+use rekindle_os::beneath::Beneath;
 use rekindle_os::parallel;
 
 /// Large enough to make the cost of system calls negligible, small enough for the cache of a core.
@@ -17,6 +18,7 @@ pub(super) struct Entry {
     /// Relative to the root of the walk.
     pub(super) relative: PathBuf,
     pub(super) kind: Kind,
+    pub(super) meta: Metadata,
 }
 
 /// The kind of an entry; symbolic links are not followed.
@@ -28,25 +30,21 @@ pub(super) enum Kind {
 }
 
 /// Lists everything below `root`, at any depth; or returns the path that cannot be read.
-pub(super) fn walk(root: &Path) -> Result<Vec<Entry>, (PathBuf, io::Error)> {
+pub(super) fn walk(root: &Beneath) -> Result<Vec<Entry>, (PathBuf, io::Error)> {
     let mut found = Vec::new();
-    let mut open = vec![PathBuf::new()];
-    while let Some(folder) = open.pop() {
-        let path = root.join(&folder);
-        let failed = |source| (path.clone(), source);
-        for entry in fs::read_dir(&path).map_err(failed)? {
-            let entry = entry.map_err(failed)?;
-            let relative = folder.join(entry.file_name());
-            let meta = entry.metadata().map_err(|source| (entry.path(), source))?;
-            let kind = match meta {
+    let mut open = vec![(root.clone(), PathBuf::new())];
+    while let Some((folder, above)) = open.pop() {
+        for (place, meta) in folder.entries().map_err(|source| (folder.path().to_owned(), source))? {
+            let relative = above.join(place.file_name().unwrap_or_default());
+            let kind = match &meta {
                 meta if meta.is_dir() => Kind::Folder,
                 meta if meta.is_file() => Kind::File { size: meta.len() },
                 _ => Kind::Other,
             };
             if kind == Kind::Folder {
-                open.push(relative.clone());
+                open.push((place, relative.clone()));
             }
-            found.push(Entry { relative, kind });
+            found.push(Entry { relative, kind, meta });
         }
     }
     Ok(found)
@@ -103,7 +101,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("f");
         let bytes: Vec<u8> = (0..=255).cycle().take(2 * BUFFER + 17).collect();
-        fs::write(&path, &bytes).unwrap();
+        std::fs::write(&path, &bytes).unwrap();
         let (size, found) = hash(&File::open(&path).unwrap()).unwrap();
         assert_eq!((size, found), (2 * 1024 * 1024 + 17, blake3::hash(&bytes)));
     }

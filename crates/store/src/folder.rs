@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 
 use super::error::{Error, Result};
-use super::folders::{is_there, list, make_folder};
+use super::folders::{list, make_folder};
 use super::id::{ImageId, JobName};
 use super::image::{Image, State};
 use super::lock::{self, Waiting, Writer, WriterLock};
@@ -15,6 +15,11 @@ use super::record::{self, JobRecord};
 use super::rights;
 use super::trust::Trust;
 use rekindle_os::beneath::Beneath;
+
+/// The folder of the images.
+const IMAGES: &str = "images";
+/// The folder of the packs.
+const PACKS: &str = "packs";
 
 /// The folder of one job. Reading needs no lock; functions that change `images/` require the [`WriterLock`].
 #[derive(Debug, Clone)]
@@ -29,7 +34,7 @@ pub struct JobFolder {
 impl JobFolder {
     /// Opens an existing folder.
     pub(super) fn existing(name: JobName, dir: Beneath, trust: &Trust) -> Result<JobFolder> {
-        rights::check(dir.path())?;
+        rights::check(&dir)?;
         let trust = trust.for_job(&name);
         Ok(JobFolder { name, dir, trust, elsewhere: Arc::default() })
     }
@@ -41,10 +46,10 @@ impl JobFolder {
 
     /// Creates the missing parts of the folder.
     pub(super) fn create(name: JobName, dir: Beneath, trust: &Trust) -> Result<JobFolder> {
-        make_folder(dir.path())?;
+        make_folder(&dir)?;
         let folder = JobFolder::existing(name, dir, trust)?;
-        for path in [folder.images_dir(), folder.log_dir().path().to_owned(), folder.packs().dir().to_owned()] {
-            make_folder(&path)?;
+        for name in [IMAGES, "log", PACKS] {
+            make_folder(&folder.dir.join(name))?;
         }
         Ok(folder)
     }
@@ -95,14 +100,14 @@ impl JobFolder {
 
     /// The folder of the images.
     #[must_use]
-    pub fn images_dir(&self) -> PathBuf {
-        self.path().join("images")
+    pub fn images_dir(&self) -> Beneath {
+        self.dir.join(IMAGES)
     }
 
     /// The folder of the packs.
     #[must_use]
-    pub fn packs_dir(&self) -> PathBuf {
-        self.path().join("packs")
+    pub fn packs_dir(&self) -> Beneath {
+        self.dir.join(PACKS)
     }
 
     /// The packs with the content of packed images.
@@ -123,7 +128,7 @@ impl JobFolder {
     /// [`Error::Supervised`] if another process has it; [`Error::PerhapsSupervised`] if one on another machine may have
     /// it; [`Error::TakenOver`] if another process was faster; [`Error::Lock`] if the file system cannot lock.
     pub fn lock(&self) -> Result<WriterLock> {
-        lock::acquire(self.path(), &self.name)
+        lock::acquire(&self.dir, &self.name)
     }
 
     /// The same for who has time: waits while another machine may have it and shows no sign of life, and takes over from
@@ -133,7 +138,7 @@ impl JobFolder {
     /// As [`JobFolder::lock`]; [`Error::Supervised`] and [`Error::PerhapsSupervised`] only for a holder on this machine, for
     /// one that shows a sign of life, and for one that has the kernel's lock all the time.
     pub fn lock_or_wait(&self, tell: &mut dyn FnMut(&Waiting<'_>)) -> Result<WriterLock> {
-        lock::acquire_or_wait(self.path(), &self.name, tell)
+        lock::acquire_or_wait(&self.dir, &self.name, tell)
     }
 
     /// The present holder of the lock.
@@ -141,7 +146,7 @@ impl JobFolder {
     /// # Errors
     /// [`Error::Read`], [`Error::Lock`].
     pub fn writer(&self) -> Result<Writer> {
-        lock::writer(self.path())
+        lock::writer(&self.dir)
     }
 
     /// The record of the last run; `None` before the first.
@@ -149,13 +154,13 @@ impl JobFolder {
     /// # Errors
     /// [`Error::Read`], [`Error::ParseRecord`], [`Error::NewerRecord`], [`Error::UntrustedRecord`].
     pub fn record(&self) -> Result<Option<JobRecord>> {
-        record::read(&self.path().join(record::FILE_NAME), &self.name, &self.trust)
+        record::read(&self.dir.join(record::FILE_NAME), &self.name, &self.trust)
     }
 
     /// Whether the record of the last run has a signature, of any key.
     #[must_use]
     pub fn has_signed_record(&self) -> bool {
-        record::is_signed(&self.path().join(record::FILE_NAME))
+        record::is_signed(&self.dir.join(record::FILE_NAME))
     }
 
     /// Replaces the record of the last run, durably.
@@ -164,7 +169,7 @@ impl JobFolder {
     /// [`Error::WrongLock`], [`Error::Write`].
     pub fn write_record(&self, lock: &WriterLock, record: &JobRecord) -> Result<()> {
         self.check_lock(lock)?;
-        record::write(&self.path().join(record::FILE_NAME), record, &self.name, &self.trust)
+        record::write(&self.dir.join(record::FILE_NAME), record, &self.name, &self.trust)
     }
 
     /// All images, newest first. Damaged images are included, and are reported as such.
@@ -183,13 +188,13 @@ impl JobFolder {
         let mut images: Vec<_> =
             ids.into_iter().map(|id| Image::load(&dir.join(id.to_string()), id, &self.trust)).collect();
         // A writer may have removed an image since the folder was listed: that is no damage.
-        images.retain(|image| !matches!(image.state, State::Damaged { .. }) || is_there(&image.dir));
+        images.retain(|image| !matches!(image.state, State::Damaged { .. }) || image.dir.is_there());
         Ok(images)
     }
 
     /// Whether it is there and has nothing of a job. If a file system was unmounted, nothing is there.
     fn is_bare(&self) -> bool {
-        self.dir.is_dir() && !is_there(&self.path().join(record::FILE_NAME)) && !is_there(&self.packs_dir())
+        self.dir.is_dir() && !self.dir.join(record::FILE_NAME).is_there() && !self.packs_dir().is_there()
     }
 
     /// Whether the store has the image, good or not. If this is unknown, the answer is no: then the image in memory is
@@ -222,6 +227,6 @@ impl JobFolder {
     /// # Errors
     /// [`Error::WrongLock`], [`Error::TakenOver`], [`Error::LockReplaced`].
     pub fn check_lock(&self, lock: &WriterLock) -> Result<()> {
-        if lock.guards(self.path()) { lock.confirm() } else { Err(Error::WrongLock(self.name.clone())) }
+        if lock.guards(&self.dir) { lock.confirm() } else { Err(Error::WrongLock(self.name.clone())) }
     }
 }

@@ -308,7 +308,7 @@ fn sweep(packs: &Packs, pack: PackName) -> Result<(), Error> {
 fn sweep_remains(packs: &Packs, index: &Index) -> Result<(), Error> {
     for name in packs.names()? {
         let path = packs.gone_path(name);
-        if index.pack(name).is_none() && path.exists() {
+        if index.pack(name).is_none() && path.is_there() {
             durable::remove_file(&path).map_err(failed("remove", &path))?;
         }
     }

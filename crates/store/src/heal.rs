@@ -191,7 +191,7 @@ impl Healing<'_> {
         writers.finish()?;
         strike(&packs, self.lock, &damaged)?;
         self.unread.forget(&damaged);
-        healed.packs = told.into_iter().map(|pack| packs.pack_path(pack)).collect();
+        healed.packs = told.into_iter().map(|pack| packs.pack_path(pack).path().to_owned()).collect();
         Ok(healed)
     }
 }

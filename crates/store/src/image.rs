@@ -1,20 +1,20 @@
 //! An image as it is found: its name, its folder, and whether it can be used.
 
-use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
 use super::chunk::CHUNK;
 use super::chunk::map::{self, ChunkMap};
 use super::error::{Error, Result};
+use super::file_error::Failing;
 use super::format::{ReadError, size_of};
 use super::id::ImageId;
 use super::manifest::{Manifest, ManifestError, Part};
 use super::mark::{self, BadMark, BadWhy};
 use super::trust::{Trust, Untrusted};
+use rekindle_os::beneath::{Beneath, Unexpected};
 use rekindle_os::durable;
 
 /// An image.
@@ -23,7 +23,7 @@ pub struct Image {
     /// Its name.
     pub id: ImageId,
     /// Its folder. Nothing may be written there: give CRIU another work directory.
-    pub dir: PathBuf,
+    pub dir: Beneath,
     /// Whether it can be used.
     pub state: State,
     /// The place of the image.
@@ -104,6 +104,8 @@ pub enum DamageKind {
     Newer,
     /// The manifest could not be read, so its content is unknown.
     Unreadable,
+    /// Something else is in place of its folder or one of its files, put there by others. It may be intact.
+    Unexpected,
     /// Its origin is unknown: it has no signature, or one of another key. The configuration may be wrong.
     Untrusted,
 }
@@ -113,7 +115,7 @@ impl DamageKind {
     #[must_use]
     pub fn word(self) -> &'static str {
         match self {
-            DamageKind::Unreadable => "unreadable",
+            DamageKind::Unreadable | DamageKind::Unexpected => "unreadable",
             DamageKind::Broken | DamageKind::Newer | DamageKind::Untrusted => "damaged",
         }
     }
@@ -129,11 +131,19 @@ impl From<ManifestError> for Damage {
     fn from(error: ManifestError) -> Damage {
         let kind = match &error {
             ManifestError::Newer(_) => DamageKind::Newer,
+            ManifestError::Read(source) if Unexpected::in_error(source).is_some() => DamageKind::Unexpected,
             ManifestError::Read(_) => DamageKind::Unreadable,
             ManifestError::Untrusted(Untrusted::Unsigned { .. } | Untrusted::OtherKey { .. }) => DamageKind::Untrusted,
             _ => DamageKind::Broken,
         };
         Damage { kind, detail: error.to_string() }
+    }
+}
+
+impl From<Unexpected> for Damage {
+    fn from(unexpected: Unexpected) -> Damage {
+        let detail = format!("{unexpected}{}", Failing(&unexpected.clone().into()));
+        Damage { kind: DamageKind::Unexpected, detail }
     }
 }
 
@@ -149,7 +159,7 @@ pub fn is_untrusted(state: &State) -> Option<&Damage> {
 impl Image {
     /// Loads the image in `dir`. Damage is part of the result, never an error.
     #[must_use]
-    pub fn load(dir: &Path, id: ImageId, trust: &Trust) -> Image {
+    pub fn load(dir: &Beneath, id: ImageId, trust: &Trust) -> Image {
         let found = Manifest::read(dir, trust).and_then(|manifest| {
             if manifest.id != id {
                 return Err(ManifestError::OtherImage(manifest.id));
@@ -161,13 +171,13 @@ impl Image {
 
     /// An image that was unpacked to `dir`. Like an image in memory it has no hashes: they were checked while unpacking.
     /// So its manifest must not be written there: with a signature it would vouch for any content.
-    pub fn unpacked(dir: &Path, manifest: Manifest, trust: &Trust) -> Image {
+    pub fn unpacked(dir: &Beneath, manifest: Manifest, trust: &Trust) -> Image {
         let (state, trust) = (State::Good(Box::new(manifest.clone())), trust.clone());
-        Image { id: manifest.id, dir: dir.to_owned(), state, place: Place::Staged, trust }
+        Image { id: manifest.id, dir: dir.clone(), state, place: Place::Staged, trust }
     }
 
     /// Loads the image in the slot `dir`; `None` if there is no complete image.
-    pub(super) fn load_staged(dir: &Path, place: Place, trust: &Trust) -> Option<Image> {
+    pub(super) fn load_staged(dir: &Beneath, place: Place, trust: &Trust) -> Option<Image> {
         let found = read_staged(dir, place, trust);
         // It is not used, but reported: it may be from before there was a key.
         let id = match &found {
@@ -181,7 +191,7 @@ impl Image {
     }
 
     fn judge(
-        dir: &Path,
+        dir: &Beneath,
         id: ImageId,
         found: Result<Box<Manifest>, ManifestError>,
         place: Place,
@@ -189,12 +199,13 @@ impl Image {
     ) -> Image {
         let state = match found {
             Ok(manifest) => match mark::read(dir, manifest.taken) {
-                None => State::Good(manifest),
-                Some(mark) => State::Bad { manifest, mark },
+                Ok(None) => State::Good(manifest),
+                Ok(Some(mark)) => State::Bad { manifest, mark },
+                Err(unexpected) => State::Damaged { why: unexpected.into() },
             },
             Err(error) => State::Damaged { why: error.into() },
         };
-        Image { id, dir: dir.to_owned(), state, place, trust: trust.clone() }
+        Image { id, dir: dir.clone(), state, place, trust: trust.clone() }
     }
 
     /// The same image in its present state. An image in a slot that was replaced meanwhile is damaged.
@@ -237,9 +248,10 @@ impl Image {
         let Some((manifest, chunks)) = self.manifest().and_then(|it| Some((it, it.chunks.as_ref()?))) else {
             return Ok(None);
         };
-        let path = self.dir.join(map::FILE_NAME);
-        let map = ChunkMap::read(&path, &chunks.blake3)?;
-        manifest.check_map(chunks, &map).map_err(|source| ReadError::Format { path, source })?;
+        let file = self.dir.join(map::FILE_NAME);
+        let map = ChunkMap::read(&file, &chunks.blake3)?;
+        let wrong = |source| ReadError::Format { path: file.path().to_owned(), source };
+        manifest.check_map(chunks, &map).map_err(wrong)?;
         Ok(Some(map))
     }
 
@@ -250,7 +262,7 @@ impl Image {
     pub fn data(&self) -> Result<u64, ReadError> {
         let Some(manifest) = self.manifest() else { return Ok(0) };
         let Some(chunks) = &manifest.chunks else {
-            let of = |part: &Part| match fs::symlink_metadata(self.dir.join(&part.path)) {
+            let of = |part: &Part| match self.dir.join(&part.path).metadata() {
                 // In units of 512 bytes (stat(2)). Small files can be stored without a block.
                 Ok(meta) => part.size.min(meta.blocks().saturating_mul(512).max(4096)),
                 Err(_) => part.size,
@@ -296,7 +308,7 @@ impl Image {
     /// [`Error::Write`].
     pub fn mark_bad(&mut self, mark: BadMark) -> Result<()> {
         let path = self.dir.join(mark::FILE_NAME);
-        let failed = |source| Error::Write { path: path.clone(), source };
+        let failed = |source| Error::Write { path: path.path().to_owned(), source };
         let bytes = serde_json::to_vec_pretty(&mark).map_err(io::Error::from).map_err(failed)?;
         durable::write_file(&path, &bytes, 0o600).map_err(failed)?;
         *self = self.look_again();
@@ -308,11 +320,12 @@ impl Image {
     /// # Errors
     /// [`Error::Remove`], [`Error::Write`].
     pub fn clear_bad(&mut self) -> Result<()> {
-        let path = self.dir.join(mark::FILE_NAME);
-        match fs::remove_file(&path) {
+        let mark = self.dir.join(mark::FILE_NAME);
+        match mark.remove_file() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(source) => return Err(Error::Remove { path, source }),
-            Ok(()) => durable::sync_dir(&self.dir).map_err(|source| Error::Write { path: self.dir.clone(), source })?,
+            Err(source) => return Err(Error::Remove { path: mark.path().to_owned(), source }),
+            Ok(()) => durable::sync_dir(&self.dir)
+                .map_err(|source| Error::Write { path: self.dir.path().to_owned(), source })?,
         }
         *self = self.look_again();
         Ok(())
@@ -321,7 +334,7 @@ impl Image {
 
 /// Reads the manifest of an image that is not in the store yet. Only what is in memory may lack hashes: others may be
 /// able to write the disk, and the signature of a manifest without hashes says nothing about the content.
-fn read_staged(dir: &Path, place: Place, trust: &Trust) -> Result<Manifest, ManifestError> {
+fn read_staged(dir: &Beneath, place: Place, trust: &Trust) -> Result<Manifest, ManifestError> {
     let manifest = Manifest::read(dir, trust)?;
     if place == Place::Staged { Ok(manifest) } else { hashed(manifest) }
 }

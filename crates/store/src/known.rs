@@ -153,7 +153,7 @@ mod tests {
         };
         Image {
             id: ImageId::new(n, chrono::DateTime::UNIX_EPOCH),
-            dir: "/".into(),
+            dir: crate::tests::beneath("/tmp".as_ref()),
             state,
             place,
             trust: Default::default(),

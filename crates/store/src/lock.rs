@@ -25,10 +25,9 @@ mod judge;
 mod wait;
 mod watch;
 
-use std::fs::{File, OpenOptions, TryLockError};
+use std::fs::{File, TryLockError};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
@@ -45,7 +44,9 @@ use watch::{Proof, Sign, Terms};
 use super::error::{Error, Result};
 use super::holder::{Holder, STALE};
 use super::id::{ImageId, JobName};
+use rekindle_os::beneath::{Beneath, Unexpected};
 use rekindle_os::clock;
+use rekindle_os::durable::unforeseen;
 
 pub(super) const FILE_NAME: &str = "lock";
 /// How long the result of a check is reused by frequent checks.
@@ -59,13 +60,15 @@ const DYING: Duration = Duration::from_secs(2);
 /// If locks do not work and two processes take over from the same dead holder, both write their name; after this time
 /// the last name counts.
 const SETTLE: Duration = Duration::from_secs(1);
+/// A file for a moment, by which the clock of a file system is read. The next start removes one that a crash left.
+const CLOCK: &str = ".tmp-clock";
 /// Maximum size of the file; a holder has some hundred bytes.
 const MAX_BYTES: u64 = 4 << 10;
 
 /// The right to change a job's folder. Dropping it releases the lock.
 #[derive(Debug)]
 pub struct WriterLock {
-    folder: PathBuf,
+    folder: Beneath,
     job: JobName,
     file: Arc<File>,
     me: Holder,
@@ -161,8 +164,8 @@ impl WriterLock {
     }
 
     /// Whether this is the lock of the job with this folder.
-    pub(super) fn guards(&self, folder: &Path) -> bool {
-        self.folder == folder
+    pub(super) fn guards(&self, folder: &Beneath) -> bool {
+        self.folder == *folder
     }
 
     /// The holder on another machine from which this lock was taken over, and the time since its last heartbeat.
@@ -182,7 +185,7 @@ impl WriterLock {
     /// # Errors
     /// Those of [`WriterLock::confirm`]; [`Error::Write`]: this heartbeat failed.
     pub fn refresh(&self) -> Result<()> {
-        let failed = |source| Error::Write { path: self.folder.join(FILE_NAME), source };
+        let failed = |source| Error::Write { path: self.folder.join(FILE_NAME).path().to_owned(), source };
         if self.look()?.is_none() {
             // Somebody emptied the file by hand, because we seemed to be dead.
             write_holder(&self.file, &self.me).map_err(failed)?;
@@ -208,7 +211,7 @@ impl Drop for WriterLock {
 /// as dead.
 #[derive(Debug)]
 pub struct ReleaseAtExit {
-    folder: PathBuf,
+    folder: Beneath,
     job: JobName,
     file: Weak<File>,
     me: Holder,
@@ -225,7 +228,7 @@ impl ReleaseAtExit {
 }
 
 /// Empties the file if the lock is still ours.
-fn forget_us(folder: &Path, job: &JobName, ours: &File, me: &Holder) {
+fn forget_us(folder: &Beneath, job: &JobName, ours: &File, me: &Holder) {
     if named_in(folder, job, ours, me).is_ok() {
         // If the name stays, it is recognised as that of a dead process.
         let _ = ours.set_len(0);
@@ -234,11 +237,11 @@ fn forget_us(folder: &Path, job: &JobName, ours: &File, me: &Holder) {
 
 /// The holder in the file, if that is us, or `None` if the file was emptied by hand; an error if it is another one, or
 /// another file than ours.
-fn named_in(folder: &Path, job: &JobName, ours: &File, me: &Holder) -> Result<Option<Holder>> {
-    let path = folder.join(FILE_NAME);
-    let failed = |source| Error::Read { path: path.clone(), source };
+fn named_in(folder: &Beneath, job: &JobName, ours: &File, me: &Holder) -> Result<Option<Holder>> {
+    let named = folder.join(FILE_NAME);
+    let failed = |source| Error::Read { path: named.path().to_owned(), source };
     // The file is opened by name again, so that a network file system asks its server.
-    let file = open(&path, Create::No).map_err(failed)?;
+    let file = named.read().map_err(failed)?;
     let holder = read_holder(&file).map_err(failed)?;
     if let Some(holder) = holder.as_ref().filter(|holder| *holder != me) {
         return Err(Error::TakenOver { job: job.clone(), holder: holder.clone().into() });
@@ -246,25 +249,33 @@ fn named_in(folder: &Path, job: &JobName, ours: &File, me: &Holder) -> Result<Op
     let [there, ours] = [&file, ours].map(File::metadata);
     let (there, ours) = (there.map_err(failed)?, ours.map_err(failed)?);
     if (there.dev(), there.ino()) != (ours.dev(), ours.ino()) {
-        return Err(Error::LockReplaced { job: job.clone(), file: path });
+        return Err(Error::LockReplaced { job: job.clone(), file: named.path().to_owned() });
     }
     Ok(holder)
 }
 
-pub(super) fn acquire(folder: &Path, job: &JobName) -> Result<WriterLock> {
+pub(super) fn acquire(folder: &Beneath, job: &JobName) -> Result<WriterLock> {
     take(folder, job, Proof::Stamp)
 }
 
 /// The same for a caller that can wait: waits while the file names a holder on another machine that shows no sign of
 /// life, and takes over at the end. `tell` is called again and again in the meantime.
-pub(super) fn acquire_or_wait(folder: &Path, job: &JobName, tell: &mut dyn FnMut(&Waiting<'_>)) -> Result<WriterLock> {
+pub(super) fn acquire_or_wait(
+    folder: &Beneath,
+    job: &JobName,
+    tell: &mut dyn FnMut(&Waiting<'_>),
+) -> Result<WriterLock> {
     wait::wait(folder, job, &Terms::USUAL, tell)
 }
 
-fn take(folder: &Path, job: &JobName, proof: Proof<'_>) -> Result<WriterLock> {
-    let path = folder.join(FILE_NAME);
-    let failed = |source| Error::Lock { path: path.clone(), source };
-    let file = open(&path, Create::Yes).map_err(failed)?;
+fn take(folder: &Beneath, job: &JobName, proof: Proof<'_>) -> Result<WriterLock> {
+    let named = folder.join(FILE_NAME);
+    let path = || named.path().to_owned();
+    let failed = |source| Error::Lock { path: path(), source };
+    let file = named.change_or_create(0o600).map_err(|source| match Unexpected::in_error(&source) {
+        Some(_) => Error::Write { path: path(), source },
+        None => failed(source),
+    })?;
     for attempt in 1.. {
         match file.try_lock() {
             Ok(()) => break,
@@ -278,10 +289,10 @@ fn take(folder: &Path, job: &JobName, proof: Proof<'_>) -> Result<WriterLock> {
     }
     let me = Holder::this_process();
     let (silent, last_seen) = earlier_holder(&file, folder, &me, job, proof)?;
-    let written = |source| Error::Write { path: path.clone(), source };
+    let written = |source| Error::Write { path: path(), source };
     write_holder(&file, &me).map_err(written)?;
     let lock = WriterLock {
-        folder: folder.to_owned(),
+        folder: folder.clone(),
         job: job.clone(),
         file: Arc::new(file),
         me,
@@ -305,18 +316,18 @@ fn take(folder: &Path, job: &JobName, proof: Proof<'_>) -> Result<WriterLock> {
 type Earlier = (Option<(Holder, Duration)>, Option<SystemTime>);
 
 /// Judges whether the holder named in the file is alive.
-fn earlier_holder(file: &File, folder: &Path, me: &Holder, job: &JobName, proof: Proof<'_>) -> Result<Earlier> {
-    let path = folder.join(FILE_NAME);
+fn earlier_holder(file: &File, folder: &Beneath, me: &Holder, job: &JobName, proof: Proof<'_>) -> Result<Earlier> {
+    let named = folder.join(FILE_NAME);
     let begun = Instant::now();
     loop {
-        let read = |source| Error::Read { path: path.clone(), source };
+        let read = |source| Error::Read { path: named.path().to_owned(), source };
         if read_holder(file).map_err(read)?.is_none() {
             return Ok((None, None));
         }
         // First the clock, because the file system may take its time for it: what the file says must be new. NFS asks the
         // server when a file is opened; of an open file it may know the attributes of a minute ago.
         let now = clock_of(folder).unwrap_or_else(SystemTime::now);
-        let file = open(&path, Create::No).map_err(read)?;
+        let file = named.read().map_err(read)?;
         let Some(holder) = read_holder(&file).map_err(read)? else { return Ok((None, None)) };
         let heartbeat = file.metadata().and_then(|metadata| metadata.modified()).map_err(read)?;
         let verdict = judge::judge(&holder, &Facts::now(me, heartbeat, now));
@@ -328,35 +339,39 @@ fn earlier_holder(file: &File, folder: &Path, me: &Holder, job: &JobName, proof:
             Verdict::Silent(silent) => return Ok((Some((holder, silent)), Some(heartbeat))),
             Verdict::Alive { .. } if holder.boot_id == me.boot_id && begun.elapsed() < DYING => thread::sleep(PAUSE),
             Verdict::Alive { silent } => {
-                return Err(Error::PerhapsSupervised { job: job.clone(), holder: holder.into(), silent, file: path });
+                let (job, file) = (job.clone(), named.path().to_owned());
+                return Err(Error::PerhapsSupervised { job, holder: holder.into(), silent, file });
             }
         }
     }
 }
 
 /// The time of the clock that stamps files in this folder; on a shared file system this is the server's.
-fn clock_of(folder: &Path) -> Option<SystemTime> {
-    let mut file = tempfile::tempfile_in(folder).ok()?;
+fn clock_of(folder: &Beneath) -> Option<SystemTime> {
+    let named = folder.join(unforeseen(CLOCK.as_ref()));
+    let mut file = named.create_new(0o600).ok()?;
+    named.remove_file().ok()?;
     file.write_all(b"now").ok()?;
     file.sync_all().ok()?;
     file.metadata().ok()?.modified().ok()
 }
 
 /// The present holder of the lock. Takes it shared for a moment, so anyone who may read the file can ask.
-pub(super) fn writer(folder: &Path) -> Result<Writer> {
-    let path = folder.join(FILE_NAME);
-    let file = match open(&path, Create::No) {
+pub(super) fn writer(folder: &Beneath) -> Result<Writer> {
+    let named = folder.join(FILE_NAME);
+    let path = || named.path().to_owned();
+    let file = match named.read() {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Writer::Nobody),
-        Err(source) => return Err(Error::Read { path, source }),
+        Err(source) => return Err(Error::Read { path: path(), source }),
     };
-    let named = read_holder(&file).ok().flatten();
+    let holder = read_holder(&file).ok().flatten();
     match file.try_lock_shared() {
-        Err(TryLockError::WouldBlock) => Ok(named.map_or(Writer::Unnamed, Writer::Known)),
-        Err(TryLockError::Error(source)) => Err(Error::Lock { path, source }),
+        Err(TryLockError::WouldBlock) => Ok(holder.map_or(Writer::Unnamed, Writer::Known)),
+        Err(TryLockError::Error(source)) => Err(Error::Lock { path: path(), source }),
         Ok(()) => {
             // Another machine may hold it nevertheless, if locks are local to a machine.
-            let (Some(holder), Ok(heartbeat)) = (named, file.metadata().and_then(|metadata| metadata.modified()))
+            let (Some(holder), Ok(heartbeat)) = (holder, file.metadata().and_then(|metadata| metadata.modified()))
             else {
                 return Ok(Writer::Nobody);
             };
@@ -368,22 +383,6 @@ pub(super) fn writer(folder: &Path) -> Result<Writer> {
             }
         }
     }
-}
-
-enum Create {
-    Yes,
-    No,
-}
-
-fn open(path: &Path, create: Create) -> io::Result<File> {
-    let mut options = OpenOptions::new();
-    options.read(true).mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
-    match create {
-        Create::Yes => options.write(true).create(true).truncate(false),
-        Create::No => &mut options,
-    };
-    let file = options.open(path)?;
-    if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("not a regular file")) }
 }
 
 fn write_holder(mut file: &File, holder: &Holder) -> io::Result<()> {

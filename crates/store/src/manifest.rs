@@ -11,8 +11,7 @@ mod groups;
 pub mod words;
 
 use std::collections::HashSet;
-use std::io::{self, Read};
-use std::path::Path;
+use std::io;
 
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -33,7 +32,7 @@ use super::id::{ImageId, JobName};
 use super::trust::{Signature, Trust, Untrusted};
 use super::{hex, names};
 pub use rekindle_criu::Tcp;
-use rekindle_os::durable;
+use rekindle_os::beneath::Beneath;
 
 /// The value of `format`: the magic of the file.
 pub(crate) const FORMAT: &str = "rekindle-image";
@@ -197,16 +196,12 @@ impl Manifest {
     ///
     /// # Errors
     /// As [`Manifest::parse`], and [`ManifestError::Missing`], [`ManifestError::Read`].
-    pub(crate) fn read(dir: &Path, trust: &Trust) -> Result<Manifest, ManifestError> {
-        let file = durable::open_for_reading(&dir.join(FILE_NAME)).map_err(|error| match error.kind() {
+    pub(crate) fn read(dir: &Beneath, trust: &Trust) -> Result<Manifest, ManifestError> {
+        let bytes = dir.join(FILE_NAME).content(MAX_BYTES).map_err(|error| match error.kind() {
             io::ErrorKind::NotFound => ManifestError::Missing,
+            io::ErrorKind::FileTooLarge => ManifestError::TooLarge,
             _ => ManifestError::Read(error),
         })?;
-        if file.metadata().map_err(ManifestError::Read)?.len() > MAX_BYTES {
-            return Err(ManifestError::TooLarge);
-        }
-        let mut bytes = Vec::new();
-        file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(ManifestError::Read)?;
         Manifest::parse(&bytes, trust)
     }
 

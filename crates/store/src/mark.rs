@@ -1,12 +1,11 @@
 //! `bad.json` in the folder of an image: the image must not be used for a restart, and why.
 
-use std::io::{self, Read};
-use std::path::Path;
+use std::io;
 
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
-use rekindle_os::durable;
+use rekindle_os::beneath::{Beneath, Unexpected};
 
 /// Name of the file.
 pub const FILE_NAME: &str = crate::names::MARK;
@@ -47,20 +46,21 @@ impl std::fmt::Display for BadWhy {
 }
 
 /// The mark of the image in `dir`, if any. A mark that cannot be read is still a mark, because it was set for a reason.
-pub(super) fn read(dir: &Path, fallback_when: DateTime<Utc>) -> Option<BadMark> {
+///
+/// # Errors
+/// When something else was put there.
+pub(super) fn read(dir: &Beneath, fallback_when: DateTime<Utc>) -> Result<Option<BadMark>, Unexpected> {
     let illegible = |why: String| BadMark {
         why: BadWhy::Damaged,
         detail: format!("its {FILE_NAME} cannot be read: {why}"),
         when: fallback_when,
     };
-    let file = match durable::open_for_reading(&dir.join(FILE_NAME)) {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return None,
-        Err(error) => return Some(illegible(error.to_string())),
-    };
-    let mut bytes = Vec::new();
-    Some(match file.take(MAX_BYTES).read_to_end(&mut bytes) {
-        Ok(_) => serde_json::from_slice(&bytes).unwrap_or_else(|error| illegible(error.to_string())),
-        Err(error) => illegible(error.to_string()),
+    Ok(match dir.join(FILE_NAME).content(MAX_BYTES) {
+        Ok(bytes) => Some(serde_json::from_slice(&bytes).unwrap_or_else(|error| illegible(error.to_string()))),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+        Err(error) => match Unexpected::in_error(&error) {
+            Some(unexpected) => return Err(unexpected.clone()),
+            None => Some(illegible(error.to_string())),
+        },
     })
 }

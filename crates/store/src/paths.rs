@@ -17,14 +17,13 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Component, Path, PathBuf};
 use std::str::FromStr;
 
-use nix::fcntl::{AT_FDCWD, OFlag, OpenHow, ResolveFlag, open, openat2};
-use nix::sys::stat::Mode;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use thiserror::Error;
 
 pub use group::GroupPath;
 
 use super::names;
+use rekindle_os::beneath::Beneath;
 
 /// A path that no file of ours may contain.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -189,54 +188,27 @@ impl PartPath {
         PartPath("gpu/kept".to_owned())
     }
 
-    /// Opens the part of the image in `dir` for reading. A link on the path is an error: the store creates none, and it
-    /// could lead anywhere.
+    /// Opens the part of the image in `dir` for reading.
     ///
     /// # Errors
-    /// The kernel's answer; `ELOOP` for a link.
-    pub fn open(&self, dir: &Path) -> io::Result<File> {
-        self.open_with(dir, OFlag::O_RDONLY)
+    /// As [`Beneath::read`].
+    pub fn open(&self, dir: &Beneath) -> io::Result<File> {
+        dir.join(self).read()
     }
 
     /// The same for a part that will be mapped for a device, which wants it writable. It is not changed.
     ///
     /// # Errors
     /// As [`PartPath::open`].
-    pub fn open_for_device(&self, dir: &Path) -> io::Result<File> {
-        self.open_with(dir, OFlag::O_RDWR)
-    }
-
-    fn open_with(&self, dir: &Path, access: OFlag) -> io::Result<File> {
-        let folder = open(dir, OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())?;
-        let flags = access | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
-        let within = ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS;
-        let file = match openat2(&folder, self.as_str(), OpenHow::new().flags(flags).resolve(within)) {
-            // Some sandboxes do not allow openat2(2).
-            Err(nix::Error::ENOSYS | nix::Error::EPERM) => self.open_step_by_step(dir, flags)?,
-            opened => opened?,
-        };
-        let file = File::from(file);
-        match file.metadata()?.is_file() {
-            true => Ok(file),
-            false => Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file")),
-        }
-    }
-
-    fn open_step_by_step(&self, dir: &Path, flags: OFlag) -> nix::Result<std::os::fd::OwnedFd> {
-        let step = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW;
-        let mut folder = nix::fcntl::openat(AT_FDCWD, dir, OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty())?;
-        let (folders, name) = self.0.rsplit_once('/').unwrap_or(("", &self.0));
-        for part in folders.split('/').filter(|part| !part.is_empty()) {
-            folder = nix::fcntl::openat(&folder, part, step, Mode::empty())?;
-        }
-        nix::fcntl::openat(&folder, name, flags, Mode::empty())
+    pub fn open_for_device(&self, dir: &Beneath) -> io::Result<File> {
+        dir.join(self).change()
     }
 
     /// Reads the part of the image in `dir` completely.
     ///
     /// # Errors
     /// As [`PartPath::open`].
-    pub fn read(&self, dir: &Path) -> io::Result<Vec<u8>> {
+    pub fn read(&self, dir: &Beneath) -> io::Result<Vec<u8>> {
         let mut bytes = Vec::new();
         self.open(dir)?.read_to_end(&mut bytes)?;
         Ok(bytes)
@@ -364,16 +336,14 @@ mod tests {
         std::os::unix::fs::symlink(&secret, image.join("files/link")).unwrap();
         std::os::unix::fs::symlink(dir.path().join("other"), image.join("linked")).unwrap();
         let path = |text: &str| text.parse::<PartPath>().unwrap();
+        nix::unistd::mkfifo(&image.join("files/fifo"), nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let image = crate::tests::beneath(&image);
         assert_eq!(path("files/good").read(&image).unwrap(), b"job's");
         assert!(path("files/good").open_for_device(&image).is_ok());
-        let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW;
-        assert!(path("files/good").open_step_by_step(&image, flags).is_ok());
         for bad in ["files/link", "linked/x"] {
             assert!(path(bad).read(&image).is_err(), "{bad}");
             assert!(path(bad).open_for_device(&image).is_err(), "{bad}");
-            assert!(path(bad).open_step_by_step(&image, flags).is_err(), "{bad}");
         }
-        nix::unistd::mkfifo(&image.join("files/fifo"), Mode::S_IRWXU).unwrap();
         assert!(path("files/fifo").read(&image).is_err(), "and does not wait for a writer");
     }
 

@@ -10,8 +10,7 @@
 //! - After a power cut there is the old file or the new one.
 
 use std::collections::BTreeSet;
-use std::io::{self, Read};
-use std::path::PathBuf;
+use std::io;
 
 use serde::{Deserialize, Serialize};
 
@@ -21,6 +20,7 @@ use super::id::ImageId;
 use super::image::Image;
 use super::lock::WriterLock;
 use super::staging::admission;
+use rekindle_os::beneath::Beneath;
 use rekindle_os::durable;
 
 const FILE_NAME: &str = "proven.json";
@@ -41,13 +41,12 @@ impl JobFolder {
     /// [`Error::Read`].
     pub fn proven(&self) -> Result<BTreeSet<ImageId>> {
         let path = self.proven_file();
-        let failed = |source| Error::Read { path: path.clone(), source };
-        let file = match durable::open_for_reading(&path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeSet::new()),
-            file => file.map_err(failed)?,
+        let bytes = match path.content(MAX_BYTES) {
+            Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::FileTooLarge) => {
+                return Ok(BTreeSet::new());
+            }
+            bytes => bytes.map_err(|source| Error::Read { path: path.path().to_owned(), source })?,
         };
-        let mut bytes = Vec::new();
-        file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(failed)?;
         Ok(match serde_json::from_slice(&bytes) {
             Ok(OnDisk { version: VERSION, images }) => images,
             Ok(_) | Err(_) => BTreeSet::new(),
@@ -68,7 +67,7 @@ impl JobFolder {
         let there: BTreeSet<ImageId> = self.copies()?.into_iter().map(|image| image.id).collect();
         images.retain(|id| there.contains(id));
         let path = self.proven_file();
-        let failed = |source| Error::Write { path: path.clone(), source };
+        let failed = |source| Error::Write { path: path.path().to_owned(), source };
         let bytes =
             serde_json::to_vec(&OnDisk { version: VERSION, images }).map_err(io::Error::from).map_err(failed)?;
         durable::write_file(&path, &bytes, 0o600).map_err(failed)
@@ -90,7 +89,7 @@ impl JobFolder {
         admission::proven_only_here(staged, &proven, stored.first().copied())
     }
 
-    fn proven_file(&self) -> PathBuf {
-        self.path().join(FILE_NAME)
+    fn proven_file(&self) -> Beneath {
+        self.dir().join(FILE_NAME)
     }
 }

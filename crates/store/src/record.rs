@@ -1,6 +1,6 @@
 //! `job.json`: what a later `run` of the same name needs to know about the last one.
 
-use std::io::{self, Read};
+use std::io;
 use std::path::Path;
 use std::time::Duration;
 
@@ -14,6 +14,7 @@ use super::paths::JobPath;
 use super::trust::{Signature, Trust};
 use rekindle_base::interval::Failures;
 use rekindle_base::micros;
+use rekindle_os::beneath::Beneath;
 use rekindle_os::durable;
 
 pub(super) const FILE_NAME: &str = "job.json";
@@ -107,22 +108,18 @@ fn signed<'a>(job: &'a JobName, body: &'a RawValue) -> [&'a [u8]; 3] {
     [b"job.json", job.as_str().as_bytes(), body.get().as_bytes()]
 }
 
-pub(super) fn read(path: &Path, job: &JobName, trust: &Trust) -> Result<Option<JobRecord>> {
-    let file = match durable::open_for_reading(path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(source) => return Err(Error::Read { path: path.to_owned(), source }),
-    };
-    let mut bytes = Vec::new();
-    file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(|source| Error::Read { path: path.to_owned(), source })?;
-    parse(&bytes, path, job, trust).map(Some)
+pub(super) fn read(file: &Beneath, job: &JobName, trust: &Trust) -> Result<Option<JobRecord>> {
+    match file.content(MAX_BYTES) {
+        Ok(bytes) => parse(&bytes, file.path(), job, trust).map(Some),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(Error::Read { path: file.path().to_owned(), source }),
+    }
 }
 
 /// Whether there is a record with a signature.
-pub(super) fn is_signed(path: &Path) -> bool {
-    let mut bytes = Vec::new();
-    let read = durable::open_for_reading(path).and_then(|file| file.take(MAX_BYTES).read_to_end(&mut bytes));
-    read.is_ok() && serde_json::from_slice(&bytes).is_ok_and(|Header { version }| version == VERSION)
+pub(super) fn is_signed(file: &Beneath) -> bool {
+    let bytes = file.content(MAX_BYTES).unwrap_or_default();
+    serde_json::from_slice(&bytes).is_ok_and(|Header { version }| version == VERSION)
 }
 
 /// Reads the result of [`to_bytes`]; the path is for messages.
@@ -159,9 +156,9 @@ pub fn to_bytes(record: &JobRecord, job: &JobName, trust: &Trust) -> io::Result<
     .map_err(io::Error::from)
 }
 
-pub(super) fn write(path: &Path, record: &JobRecord, job: &JobName, trust: &Trust) -> Result<()> {
-    let failed = |source| Error::Write { path: path.to_owned(), source };
-    durable::write_file(path, &to_bytes(record, job, trust).map_err(failed)?, 0o600).map_err(failed)
+pub(super) fn write(file: &Beneath, record: &JobRecord, job: &JobName, trust: &Trust) -> Result<()> {
+    let failed = |source| Error::Write { path: file.path().to_owned(), source };
+    durable::write_file(file, &to_bytes(record, job, trust).map_err(failed)?, 0o600).map_err(failed)
 }
 
 impl JobRecord {

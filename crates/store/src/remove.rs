@@ -9,8 +9,6 @@
 //! `images/`, or a manifest that may need a link, cannot be read.
 
 use std::collections::HashSet;
-use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 
 use super::error::{Error, Result};
@@ -24,6 +22,7 @@ use super::manifest::Manifest;
 use super::names::DELETED_PREFIX;
 use super::tags;
 use super::trust::Trust;
+use rekindle_os::beneath::Beneath;
 use rekindle_os::durable::{self, TEMP_PREFIX};
 
 impl JobFolder {
@@ -55,13 +54,16 @@ fn image(folder: &JobFolder, id: ImageId) -> Result<()> {
         return Err(Error::UnknownImage { job: folder.name().clone(), wanted: id.to_string(), known });
     }
     let path = folder.images_dir().join(id.to_string());
+    let failed = |source| Error::Remove { path: path.path().to_owned(), source };
+    path.folder().map_err(failed)?;
     if tags::read(&path).is_pinned() {
         return Err(Error::Pinned(id));
     }
     let doomed = folder.images_dir().join(format!("{DELETED_PREFIX}{id}"));
-    durable::publish_dir(&path, &doomed).map_err(|source| Error::Remove { path: path.clone(), source })?;
+    durable::publish_dir(&path, &doomed).map_err(failed)?;
     if tags::read(&doomed).is_pinned() {
-        durable::publish_dir(&doomed, &path).map_err(|source| Error::Write { path, source })?;
+        durable::publish_dir(&doomed, &path)
+            .map_err(|source| Error::Write { path: path.path().to_owned(), source })?;
         return Err(Error::Pinned(id));
     }
     let others: Vec<Image> = images.into_iter().filter(|image| image.id != id).collect();
@@ -78,24 +80,24 @@ fn sweep(folder: &JobFolder) -> Result<Vec<PathBuf>> {
     let names = list(&folder.images_dir())?;
     let (doomed, rest): (Vec<_>, Vec<_>) = names.into_iter().partition(|name| leftover(name, DELETED_PREFIX));
     let drafts: Vec<_> = rest.into_iter().filter(|name| leftover(name, TEMP_PREFIX)).map(in_images).collect();
-    let mut files = temporary_files(folder.path())?;
+    let mut files = temporary_files(folder.dir())?;
     if folder.packs().dir().is_dir() {
         files.extend(temporary_files(folder.packs().dir())?);
     }
     // An image whose folder cannot be listed is reported elsewhere; it must not prevent a job from starting.
     files.extend(images.iter().filter_map(|image| temporary_files(&image.dir).ok()).flatten());
     let mut removed = Vec::new();
-    for path in doomed.into_iter().map(in_images) {
-        finish(&path, &images, folder.trust())?;
-        removed.push(path);
+    for image in doomed.into_iter().map(in_images) {
+        finish(&image, &images, folder.trust())?;
+        removed.push(image.path().to_owned());
     }
-    for path in drafts {
-        remove_all(&path)?;
-        removed.push(path);
+    for draft in drafts {
+        remove_all(&draft)?;
+        removed.push(draft.path().to_owned());
     }
-    for path in files {
-        fs::remove_file(&path).map_err(|source| Error::Remove { path: path.clone(), source })?;
-        removed.push(path);
+    for file in files {
+        file.remove_file().map_err(|source| Error::Remove { path: file.path().to_owned(), source })?;
+        removed.push(file.path().to_owned());
     }
     Ok(removed)
 }
@@ -107,16 +109,16 @@ fn recover_pinned(folder: &JobFolder) -> Result<()> {
         let Some(id) = name.strip_prefix(DELETED_PREFIX).filter(|id| id.parse::<ImageId>().is_ok()) else { continue };
         let (doomed, lasting) = (folder.images_dir().join(&name), folder.images_dir().join(id));
         let tags = tags::read(&doomed);
-        let free = fs::symlink_metadata(&lasting).is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
-        if tags.is_pinned() && tags.unreadable().is_none() && free {
-            durable::publish_dir(&doomed, &lasting).map_err(|source| Error::Write { path: lasting, source })?;
+        if tags.is_pinned() && tags.unreadable().is_none() && !lasting.is_there() {
+            durable::publish_dir(&doomed, &lasting)
+                .map_err(|source| Error::Write { path: lasting.path().to_owned(), source })?;
         }
     }
     Ok(())
 }
 
 /// Steps 2 and 3.
-fn finish(doomed: &Path, others: &[Image], trust: &Trust) -> Result<()> {
+fn finish(doomed: &Beneath, others: &[Image], trust: &Trust) -> Result<()> {
     if let Ok(manifest) = Manifest::read(doomed, trust) {
         remove_links(&manifest, others);
     }
@@ -136,7 +138,7 @@ fn remove_links(manifest: &Manifest, others: &[Image]) {
     unneeded.for_each(|link| links::remove(manifest, link));
 }
 
-fn temporary_files(dir: &Path) -> Result<Vec<PathBuf>> {
-    let paths = list(dir)?.into_iter().filter(|name| name.starts_with(TEMP_PREFIX)).map(|name| dir.join(name));
-    Ok(paths.filter(|path| fs::symlink_metadata(path).is_ok_and(|meta| meta.is_file())).collect())
+fn temporary_files(dir: &Beneath) -> Result<Vec<Beneath>> {
+    let files = list(dir)?.into_iter().filter(|name| name.starts_with(TEMP_PREFIX)).map(|name| dir.join(name));
+    Ok(files.filter(|file| file.metadata().is_ok_and(|meta| meta.is_file())).collect())
 }

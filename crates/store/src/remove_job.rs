@@ -10,9 +10,7 @@
 //! the lock file in the folder, which moves with it: so a new job of that name does not begin before its predecessor's
 //! memory, which has the same place, is released.
 
-use std::fs;
 use std::io;
-use std::path::Path;
 
 use super::{links, tags};
 use crate::error::{Error, Result};
@@ -66,7 +64,7 @@ impl Store {
         if !doomed.is_dir() {
             return Ok(false);
         }
-        match lock::acquire(doomed.path(), name) {
+        match lock::acquire(&doomed, name) {
             Ok(_lock) => self.finish(name).map(|()| true),
             // Another process has just completed it.
             Err(_) if !doomed.is_dir() => Ok(false),
@@ -80,7 +78,7 @@ impl Store {
     /// # Errors
     /// [`Error::Read`].
     pub fn half_removed(&self) -> Result<Vec<JobName>> {
-        let names = list(self.path())?;
+        let names = list(self.dir())?;
         Ok(names.iter().filter_map(|name| name.strip_prefix(DELETED_PREFIX)?.parse().ok()).collect())
     }
 
@@ -104,7 +102,7 @@ impl Store {
                 area.close().map_err(failed)?;
             }
         }
-        remove_all(path.path())?;
+        remove_all(&path)?;
         durable::sync_dir(self.dir()).map_err(|source| Error::Write { path: self.path().to_owned(), source })
     }
 }
@@ -123,9 +121,8 @@ impl JobFolder {
     /// # Errors
     /// [`Error::Read`].
     pub fn pinned(&self) -> Result<Vec<ImageId>> {
-        let dir: &Path = &self.images_dir();
         // The removal may have been interrupted when this was gone already.
-        if fs::symlink_metadata(dir).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+        if !self.images_dir().is_there() {
             return Ok(Vec::new());
         }
         let images = self.images()?.into_iter();

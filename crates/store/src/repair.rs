@@ -183,7 +183,7 @@ pub fn repair(
     let images = folder.images()?;
     let packs = folder.packs();
     let names = packs.names()?;
-    let size = |name: &PackName| std::fs::metadata(packs.pack_path(*name)).map_or(0, |meta| meta.len());
+    let size = |name: &PackName| packs.pack_path(*name).metadata().map_or(0, |meta| meta.len());
     progress.begin(names.iter().map(size).sum());
     let hold = Hold::new(mode);
     let known = Mutex::new(Known::default());

@@ -1,21 +1,22 @@
 //! The owner of a folder. The content of an image is run with the rights of whoever restores it.
 
-use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use super::error::{Error, Result};
+use rekindle_os::beneath::Beneath;
 
 /// Write permission of group and others.
 const OTHERS_WRITE: u32 = 0o022;
 
 /// Refuses anything but a folder, and, as root, a folder that others can write to.
-pub(super) fn check(path: &Path) -> Result<()> {
-    let meta = fs::metadata(path).map_err(|source| Error::Read { path: path.to_owned(), source })?;
-    if !meta.is_dir() {
-        return Err(Error::NotAFolder(path.to_owned()));
+pub(super) fn check(dir: &Beneath) -> Result<()> {
+    let failed = |source| Error::Read { path: dir.path().to_owned(), source };
+    let meta = dir.metadata().map_err(failed)?;
+    if meta.is_dir() {
+        judge(dir.path(), meta.uid(), meta.mode(), nix::unistd::geteuid().as_raw())?;
     }
-    judge(path, meta.uid(), meta.mode(), nix::unistd::geteuid().as_raw())
+    dir.folder().map(drop).map_err(failed)
 }
 
 fn judge(path: &Path, owner: u32, mode: u32, we: u32) -> Result<()> {

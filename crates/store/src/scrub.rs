@@ -107,7 +107,7 @@ impl Scrub {
     fn next(&mut self, now: Instant) -> Result<Step> {
         let mut names = self.packs.names()?;
         self.read.retain(|name, _| names.binary_search(name).is_ok());
-        names.retain(|name| !self.packs.gone_path(*name).exists());
+        names.retain(|name| !self.packs.gone_path(*name).is_there());
         let due = |read: &Instant| now.saturating_duration_since(*read) >= self.again;
         let is_due = |name: &PackName| self.read.get(name).is_none_or(due);
         let next = names.iter().copied().filter(is_due);
@@ -137,7 +137,7 @@ impl Scrub {
         let path = self.packs.pack_path(pack);
         let contents = match self.packs.pack_index(pack) {
             Ok(contents) => contents,
-            Err(_) if !path.exists() && !self.packs.index_path(pack).exists() => return Ok(None),
+            Err(_) if !path.is_there() && !self.packs.index_path(pack).is_there() => return Ok(None),
             Err(problem) => {
                 return match &problem.lost {
                     Lost::All(error) => Err(chain(error)),

@@ -82,7 +82,7 @@ mod tests {
         ids.iter()
             .map(|id| Image {
                 id: id.parse().unwrap(),
-                dir: "/".into(),
+                dir: crate::tests::beneath("/tmp".as_ref()),
                 state: state.clone(),
                 place: Place::Stored,
                 trust: Default::default(),

@@ -2,13 +2,12 @@
 //!
 //! ```text
 //! /run/rekindle/JOB-HASH/   the tmpfs; 0711, because the job may run as another user
-//!   owner.json              whose area it is, for those who do not find the job's folder
+//!   owner.json              whose area it is: the job's folder does not say where it is ([`mounted`])
 //!   landing/                PID: a hard link to a slot's gpu/PID, while that process is checkpointed or restored
 //!   slots/                  0700
 //!     0/  1/                manifest.json: a whole image is here; criu/ files/ dump.log as in the store
 //!       gpu/PID             device memory of a process, as the driver wrote it
 //!       spool/N             page files of CRIU; criu/pages-N.img is another name of the same
-//! STORE/JOB/staging         a symbolic link to it
 //! STORE/JOB/slots/          on the disk, where there is no tmpfs ([`disk`]); 0700
 //!   boot                    the boot of the machine in which the slots were written
 //!   0/  1/                  as above, without landing files; the parts have hashes
@@ -28,16 +27,15 @@
 pub mod admission;
 pub mod disk;
 pub mod leftovers;
+mod mounted;
 mod slot;
 
-use std::fs::{self, DirBuilder};
-use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use nix::mount::{MntFlags, MsFlags, mount, umount2};
-use nix::sys::statfs::{TMPFS_MAGIC, statfs};
+use nix::mount::MntFlags;
 
+use mounted::Owner;
+pub use mounted::{HugePages, SOURCE, try_mount};
 pub use slot::{Filling, Slot};
 
 use super::file_error::{FileError, failed};
@@ -47,10 +45,12 @@ use super::links;
 use super::lock::WriterLock;
 use super::rights;
 use super::trust::Trust;
-use rekindle_os::durable;
+use rekindle_os::beneath::{Beneath, Owners};
 
-/// The name of the link in the job's folder.
-const LINK: &str = "staging";
+/// The folder of the landing files, in an area in memory.
+const LANDING: &str = "landing";
+/// The folder of the slots, in an area in memory.
+const SLOTS: &str = "slots";
 
 /// Why there is no staging area.
 #[derive(Debug, thiserror::Error)]
@@ -67,32 +67,6 @@ pub enum Error {
     /// There is something that is neither a file nor a folder.
     #[error("an image can contain only files and folders, and {} is neither", .0.display())]
     Stray(PathBuf),
-}
-
-/// Whether tmpfs supports the mount option for huge pages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum HugePages {
-    /// It supports the option.
-    Taken,
-    /// The kernel does not support it.
-    Absent,
-}
-
-/// Checks whether [`Area::open`] would work in `base`: mounts a small tmpfs in a temporary folder there, or in the
-/// nearest existing folder above, and unmounts it.
-///
-/// # Errors
-/// When it cannot be mounted, or others could write there.
-pub fn try_mount(base: &Path) -> Result<HugePages, Error> {
-    let there = base.ancestors().find(|path| path.exists()).unwrap_or(base);
-    if there == base {
-        rights::check(base)?;
-    }
-    let folder = tempfile::Builder::new().prefix(".rekindle-doctor-").tempdir_in(there);
-    let folder = folder.map_err(failed("make a folder in", there))?;
-    let huge = mount_tmpfs(folder.path(), 1 << 20).map_err(failed("mount a tmpfs at", folder.path()))?;
-    umount2(folder.path(), MntFlags::MNT_DETACH).map_err(|e| failed("unmount", folder.path())(e.into()))?;
-    Ok(huge)
 }
 
 /// The medium of a staging area.
@@ -118,10 +92,9 @@ impl Medium {
 /// The staging area of one job.
 #[derive(Debug)]
 pub struct Area {
-    path: PathBuf,
+    dir: Beneath,
     medium: Medium,
     device: u64,
-    link: PathBuf,
     trust: Trust,
 }
 
@@ -133,45 +106,35 @@ impl Area {
     /// When it cannot be mounted, or others could write there.
     pub fn open(base: &Path, folder: &JobFolder, lock: &WriterLock, size: u64) -> Result<Area, Error> {
         folder.check_lock(lock)?;
-        let path = match mounted(folder.path()) {
-            Some(path) => path,
-            None => {
-                let missing: Vec<&Path> = base.ancestors().take_while(|folder| !folder.exists()).collect();
-                missing.into_iter().rev().try_for_each(|folder| make(folder, 0o755))?;
-                rights::check(base)?;
-                base.join(folder.place_name())
-            }
+        let dir = match mounted::of(folder) {
+            Some(dir) => dir,
+            None => mounted::new(base, &folder.place_name(), size)?,
         };
-        make(&path, 0o711)?;
-        if !is_mounted(&path).map_err(failed("look at", &path))? {
-            mount_tmpfs(&path, size).map_err(failed("mount a tmpfs at", &path)).map(drop)?;
-        } else if statfs(&path).map_err(|e| failed("look at", &path)(e.into()))?.filesystem_type() != TMPFS_MAGIC {
-            return Err(Error::Foreign(path));
-        }
-        rights::check(&path)?;
-        make(&path.join("landing"), 0o711)?;
-        make(&path.join("slots"), 0o700)?;
-        for slot in slots(&path, Medium::Memory, folder.trust()) {
+        rights::check(&dir)?;
+        make(&dir.join(LANDING), 0o711)?;
+        make(&dir.join(SLOTS), 0o700)?;
+        for slot in slots(&dir, Medium::Memory, folder.trust()) {
             make(slot.dir(), 0o700)?;
         }
-        // Without it the area is only found through the job's folder.
-        let _ = leftovers::Owner::of(folder).write(&path);
-        let device = fs::metadata(&path).map_err(failed("look at", &path))?.dev();
-        let link = folder.path().join(LINK);
-        durable::replace_link(&path, &link).map_err(failed("make the link", &link))?;
-        let area = Area { path, medium: Medium::Memory, device, link, trust: folder.trust().clone() };
+        let noted = Owner::of(folder).write(&dir);
+        // A full tmpfs has no room for a new note. Without any, nobody would find the area.
+        if !Owner::read(&dir).is_some_and(|owner| owner.is_of(folder)) {
+            noted.map_err(failed("write a note in", &dir))?;
+        }
+        let area = Area::of(dir, Medium::Memory, folder.trust())?;
         area.clear_landing();
         Ok(area)
+    }
+
+    fn of(dir: Beneath, medium: Medium, trust: &Trust) -> Result<Area, FileError> {
+        let device = mounted::device(&dir).map_err(failed("look at", &dir))?;
+        Ok(Area { dir, medium, device, trust: trust.clone() })
     }
 
     /// All staging areas of the job, including those that an earlier run left and this one does not use.
     #[must_use]
     pub fn all_of(folder: &JobFolder) -> Vec<Area> {
-        let area = |(path, medium): (PathBuf, Medium)| {
-            let device = fs::metadata(&path).ok()?.dev();
-            Some(Area { path, medium, device, link: folder.path().join(LINK), trust: folder.trust().clone() })
-        };
-        left(folder.path()).into_iter().filter_map(area).collect()
+        left(folder).into_iter().filter_map(|(dir, medium)| Area::of(dir, medium, folder.trust()).ok()).collect()
     }
 
     /// Its medium.
@@ -180,29 +143,37 @@ impl Area {
         self.medium
     }
 
-    /// Its path.
+    /// Its folder: all access to what is in it goes through this.
+    #[must_use]
+    pub fn dir(&self) -> &Beneath {
+        &self.dir
+    }
+
+    /// Its path, for messages.
     #[must_use]
     pub fn path(&self) -> &Path {
-        &self.path
+        self.dir.path()
     }
 
     /// The folder in which processes look for their landing files.
     #[must_use]
-    pub fn landing_dir(&self) -> PathBuf {
-        self.path.join("landing")
+    pub fn landing_dir(&self) -> Beneath {
+        self.dir.join(LANDING)
     }
 
     /// Whether a tmpfs is still mounted there, with the folders that were created in it.
     #[must_use]
     pub fn is_there(&self) -> bool {
-        let folders = [self.path.join("slots"), self.landing_dir()];
-        folders.iter().all(|folder| fs::metadata(folder).is_ok_and(|meta| meta.dev() == self.device))
+        // What is open here lasts when it is unmounted, so this looks at the path again.
+        let Ok(now) = Beneath::root(self.path(), Owners::Any) else { return false };
+        let has = |name: &str| mounted::device(&now.join(name)).is_ok_and(|device| device == self.device);
+        has(SLOTS) && has(LANDING)
     }
 
     /// The two slots.
     #[must_use]
     pub fn slots(&self) -> [Slot; 2] {
-        slots(&self.path, self.medium, &self.trust)
+        slots(&self.dir, self.medium, &self.trust)
     }
 
     /// Complete images in it, newest first.
@@ -215,8 +186,8 @@ impl Area {
 
     /// Removes all landing files, so that memory that a process maps now is not in a file.
     pub(crate) fn clear_landing(&self) {
-        for entry in fs::read_dir(self.landing_dir()).into_iter().flatten().flatten() {
-            let _ = fs::remove_file(entry.path());
+        for (file, _) in self.landing_dir().entries().unwrap_or_default() {
+            let _ = file.remove_file();
         }
     }
 
@@ -226,19 +197,20 @@ impl Area {
     /// When it cannot be unmounted or removed.
     pub fn close(&self) -> Result<(), Error> {
         if self.medium == Medium::Disk {
-            return Ok(disk::remove(&self.path)?);
+            return Ok(disk::remove(&self.dir)?);
         }
-        let _ = fs::remove_file(&self.link);
-        if !is_mounted(&self.path).unwrap_or(false) {
+        let is_mounted = mounted::at(self.path()).is_some_and(|dir| mounted::device(&dir).ok() == Some(self.device));
+        if !is_mounted {
             // Somebody else has unmounted it. A later restart may have written device memory to the folder below.
-            let _ = fs::remove_dir(self.landing_dir());
-            let _ = fs::remove_dir(&self.path);
+            if let Ok(place) = Beneath::at(self.path()) {
+                let _ = place.join(LANDING).remove_dir();
+                let _ = place.remove_dir();
+            }
             return Ok(());
         }
-        // A process with an open file must not prevent the unmount: the memory is freed when the last file is closed.
-        let unmounted = umount2(&self.path, MntFlags::empty()).or_else(|_| umount2(&self.path, MntFlags::MNT_DETACH));
-        unmounted.map_err(|e| failed("unmount", &self.path)(e.into()))?;
-        Ok(fs::remove_dir(&self.path).map_err(failed("remove", &self.path))?)
+        // A process with an open file must not prevent the unmount: the memory is freed when the last file is closed. We
+        // have its folder open ourselves.
+        Ok(mounted::unmount(self.path(), MntFlags::MNT_DETACH)?)
     }
 }
 
@@ -247,7 +219,7 @@ impl JobFolder {
     /// no area, or if its permissions were changed.
     #[must_use]
     pub fn staged(&self) -> Vec<Image> {
-        let slots = left(self.path()).into_iter().flat_map(|(path, medium)| slots(&path, medium, self.trust()));
+        let slots = left(self).into_iter().flat_map(|(dir, medium)| slots(&dir, medium, self.trust()));
         let mut images: Vec<Image> = slots.filter_map(|slot| slot.image()).collect();
         images.sort_by_key(|image| std::cmp::Reverse(image.id));
         images
@@ -263,59 +235,26 @@ impl JobFolder {
     }
 }
 
-/// The staging areas of the job's folder.
-fn left(folder: &Path) -> Vec<(PathBuf, Medium)> {
-    let memory = mounted(folder).map(|path| (path, Medium::Memory));
-    let disk = disk::path(folder);
+/// The staging areas of the job.
+fn left(folder: &JobFolder) -> Vec<(Beneath, Medium)> {
+    let memory = mounted::of(folder).map(|dir| (dir, Medium::Memory));
+    let disk = disk::dir(folder);
     let disk = disk::is_of_this_boot(&disk).then_some((disk, Medium::Disk));
     memory.into_iter().chain(disk).collect()
 }
 
-/// The staging area that the job's folder names, if a tmpfs is mounted there and its permissions are unchanged. The link
-/// is on the store's disk, where others may be able to change it, and images in memory have no hashes: so nothing but
-/// memory counts, and a disk that is mounted there does not.
-fn mounted(folder: &Path) -> Option<PathBuf> {
-    let path = fs::read_link(folder.join(LINK)).ok()?;
-    let is_memory = || statfs(&path).is_ok_and(|there| there.filesystem_type() == TMPFS_MAGIC);
-    (rights::check(&path).is_ok() && is_mounted(&path).unwrap_or(false) && is_memory()).then_some(path)
-}
-
-fn slots(path: &Path, medium: Medium, trust: &Trust) -> [Slot; 2] {
+fn slots(dir: &Beneath, medium: Medium, trust: &Trust) -> [Slot; 2] {
     let names = match medium {
         Medium::Memory => ["slots/0", "slots/1"],
         Medium::Disk => ["0", "1"],
     };
-    names.map(|name| Slot::new(path.join(name), medium, trust.clone()))
-}
-
-fn is_mounted(path: &Path) -> io::Result<bool> {
-    let above = path.parent().unwrap_or(path);
-    Ok(fs::metadata(path)?.dev() != fs::metadata(above)?.dev())
-}
-
-/// The source of our mounts in a mount table.
-pub const SOURCE: &str = "rekindle";
-
-/// Mounts a tmpfs, with huge pages for large files if the kernel supports them.
-fn mount_tmpfs(path: &Path, size: u64) -> io::Result<HugePages> {
-    let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
-    let plain = format!("mode=0711,size={size}");
-    let huge = format!("{plain},huge=within_size");
-    let with = |options: &str| mount(Some(SOURCE), path, Some("tmpfs"), flags, Some(options));
-    match with(&huge) {
-        Ok(()) => Ok(HugePages::Taken),
-        Err(_) => Ok(with(&plain).map(|()| HugePages::Absent)?),
-    }
+    names.map(|name| Slot::new(dir.join(name), medium, trust.clone()))
 }
 
 /// Creates a folder with this mode, whatever the umask is: a job of another user must be able to enter all folders
 /// except the slots.
-fn make(path: &Path, mode: u32) -> Result<(), FileError> {
-    match DirBuilder::new().mode(mode).create(path) {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(failed("make", path)(error)),
-        _ => {}
-    }
-    fs::set_permissions(path, fs::Permissions::from_mode(mode)).map_err(failed("set the mode of", path))
+fn make(dir: &Beneath, mode: u32) -> Result<(), FileError> {
+    dir.make_dir_unless_there(mode).map_err(failed("make", dir))
 }
 
 #[cfg(test)]

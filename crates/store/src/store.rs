@@ -45,10 +45,13 @@ impl Store {
             Err(source) => return Err(Error::Read { path: path.to_owned(), source }),
             Ok(_) => {}
         }
-        rights::check(path)?;
         // A job can change its working directory; the store's paths must stay valid.
         let path = fs::canonicalize(path).map_err(|source| Error::Read { path: path.to_owned(), source })?;
-        let dir = Beneath::root(&path, Owners::Ours).map_err(|source| Error::Read { path, source })?;
+        let dir = Beneath::root(&path, Owners::Ours).map_err(|source| match source.kind() {
+            io::ErrorKind::NotADirectory => Error::NotAFolder(path.clone()),
+            _ => Error::Read { path: path.clone(), source },
+        })?;
+        rights::check(&dir)?;
         Ok(Store { dir, trust: Trust::default() })
     }
 
@@ -75,8 +78,10 @@ impl Store {
     /// # Errors
     /// [`Error::Read`].
     pub fn jobs(&self) -> Result<Vec<JobName>> {
-        let mut jobs: Vec<JobName> = list(self.path())?.iter().filter_map(|name| name.parse().ok()).collect();
-        jobs.retain(|name| self.folder(name).is_dir());
+        let mut jobs: Vec<JobName> = list(&self.dir)?.iter().filter_map(|name| name.parse().ok()).collect();
+        // A link is no job, and is not passed over: whoever opens it gets an error.
+        let is_job = |name: &JobName| self.folder(name).metadata().is_ok_and(|it| it.is_dir() || it.is_symlink());
+        jobs.retain(is_job);
         jobs.sort();
         Ok(jobs)
     }
@@ -98,7 +103,7 @@ impl Store {
     /// The folder of a job, created if it does not exist.
     ///
     /// # Errors
-    /// [`Error::Create`], [`Error::NotAFolder`]; as root also [`Error::OthersCanWrite`] and [`Error::OtherOwner`].
+    /// [`Error::Create`]; as root also [`Error::OthersCanWrite`] and [`Error::OtherOwner`].
     pub fn create_job(&self, name: &JobName) -> Result<JobFolder> {
         JobFolder::create(name.clone(), self.folder(name), &self.trust)
     }

@@ -9,9 +9,7 @@
 //! - After a power cut there is the old or the new file, and perhaps a `.tmp-` file, which the next start removes.
 
 use std::collections::BTreeSet;
-use std::fs::{self, File};
-use std::io::{self, Read};
-use std::path::Path;
+use std::io;
 
 use serde::{Deserialize, Serialize};
 
@@ -19,6 +17,7 @@ use super::error::{Error, Result};
 use super::image::{Image, Place};
 use super::names;
 use super::tag::{Change, Tag, Tags};
+use rekindle_os::beneath::Beneath;
 use rekindle_os::durable;
 
 pub(super) const FILE_NAME: &str = names::TAGS;
@@ -34,17 +33,13 @@ struct OnDisk {
 }
 
 /// The tags of the image in `dir`.
-pub(super) fn read(dir: &Path) -> Tags {
+pub(super) fn read(dir: &Beneath) -> Tags {
     let illegible = |why: String| Tags { unreadable: Some(why), ..Tags::default() };
-    let file = match durable::open_for_reading(&dir.join(FILE_NAME)) {
-        Ok(file) => file,
+    let bytes = match dir.join(FILE_NAME).content(MAX_BYTES) {
+        Ok(bytes) => bytes,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Tags::default(),
         Err(error) => return illegible(error.to_string()),
     };
-    let mut bytes = Vec::new();
-    if let Err(error) = file.take(MAX_BYTES).read_to_end(&mut bytes) {
-        return illegible(error.to_string());
-    }
     match serde_json::from_slice::<OnDisk>(&bytes) {
         Ok(OnDisk { version: VERSION, pinned, tags }) => Tags { pinned, tags, unreadable: None },
         Ok(OnDisk { version, .. }) => illegible(format!("it has version {version}")),
@@ -74,24 +69,24 @@ impl Image {
         let path = self.dir.join(FILE_NAME);
         // Of two concurrent changes, the second one reads the result of the first. Best effort: NFS cannot lock a
         // folder.
-        let folder = File::open(&self.dir).and_then(|folder| folder.lock().map(|()| folder));
+        let folder = self.dir.open_folder().and_then(|folder| folder.lock().map(|()| folder));
         let found = read(&self.dir);
         if let Some(why) = found.unreadable {
-            return Err(Error::UnreadableTags { path, why });
+            return Err(Error::UnreadableTags { path: path.path().to_owned(), why });
         }
         let tags = found.with(change);
         if tags.tags.len() > Tags::MOST {
             return Err(Error::TooManyTags(self.id));
         }
         let on_disk = OnDisk { version: VERSION, pinned: tags.pinned, tags: tags.tags.clone() };
-        let failed = |source: io::Error| match fs::symlink_metadata(&self.dir) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Error::RemovedMeanwhile(self.id),
-            _ => Error::Write { path: path.clone(), source },
+        let failed = |source: io::Error| match self.dir.is_there() {
+            false => Error::RemovedMeanwhile(self.id),
+            true => Error::Write { path: path.path().to_owned(), source },
         };
         let bytes = serde_json::to_vec_pretty(&on_disk).map_err(io::Error::from).map_err(failed)?;
         durable::write_file(&path, &bytes, 0o600).map_err(failed)?;
         drop(folder);
-        match fs::symlink_metadata(&path) {
+        match path.metadata() {
             Ok(_) => Ok(tags),
             // A concurrent removal will check again for a pin.
             Err(_) => Err(Error::RemovedMeanwhile(self.id)),

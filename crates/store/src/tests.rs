@@ -21,6 +21,7 @@ use tempfile::TempDir;
 use super::manifest::Part;
 use super::*;
 use crate::draft::Draft;
+use rekindle_os::beneath::Beneath;
 use rekindle_testing::require;
 
 /// A store with one job.
@@ -50,7 +51,7 @@ impl Home {
         draft.publish_loose(manifest())
     }
 
-    fn image_path(&self, name: &str) -> PathBuf {
+    fn image_path(&self, name: &str) -> Beneath {
         self.folder.images_dir().join(name)
     }
 
@@ -80,7 +81,8 @@ impl Draft {
         manifest.parts.sort_by(|a, b| a.path.cmp(&b.path));
         manifest.bytes = manifest.parts.iter().map(|part| part.size).sum();
         let images = self.dir().parent().unwrap();
-        let job = images.parent().unwrap().file_name().unwrap();
+        let job = images.parent().unwrap();
+        let job = job.file_name().unwrap();
         (manifest.id, manifest.job) = (self.id(), job.to_str().unwrap().parse().unwrap());
         let trust = Trust::default().for_job(&manifest.job);
         let bytes = manifest.to_bytes(&trust).unwrap();
@@ -91,6 +93,11 @@ impl Draft {
     }
 }
 
+/// A place at a path, for tests.
+pub(crate) fn beneath(path: &Path) -> Beneath {
+    Beneath::at(path).unwrap()
+}
+
 fn name(text: &str) -> JobName {
     text.parse().unwrap()
 }
@@ -99,7 +106,7 @@ pub(super) fn at(seconds: i64) -> DateTime<Utc> {
     Utc.timestamp_opt(1_800_000_000 + seconds, 0).unwrap()
 }
 
-fn fill(dir: &Path) {
+fn fill(dir: &Beneath) {
     fs::create_dir_all(dir.join("criu/deep")).unwrap();
     fs::write(dir.join("criu/pages-1.img"), vec![7; (2 << 20) + 5]).unwrap();
     fs::write(dir.join("criu/deep/core-1.img"), b"registers").unwrap();
@@ -118,7 +125,7 @@ fn snapshot(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
         meta if meta.is_symlink() => fs::read_link(path).unwrap().into_os_string().into_encoded_bytes(),
         _ => Vec::new(),
     };
-    let all = files::walk(dir).unwrap().into_iter().map(|entry| entry.relative);
+    let all = files::walk(&beneath(dir)).unwrap().into_iter().map(|entry| entry.relative);
     all.map(|relative| (relative.clone(), content(&dir.join(relative)))).collect()
 }
 

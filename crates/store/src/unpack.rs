@@ -7,10 +7,8 @@
 //! fetched from the replica ([`super::heal`]), if the caller allows that, and then read normally.
 
 use std::collections::BTreeSet;
-use std::fs::{DirBuilder, File};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
 use super::chunk::{ChunkId, ChunkMap, Extent, Key};
@@ -25,6 +23,7 @@ use super::pack::Index;
 use super::pack::reader::{ReadChunkError, Reading, Visit, Want};
 use super::persist::Progress;
 use rekindle_base::chain;
+use rekindle_os::beneath::Beneath;
 use rekindle_os::direct::Way;
 use rekindle_os::pages::Writer;
 
@@ -176,7 +175,7 @@ impl std::fmt::Debug for Unpacking<'_> {
 pub fn unpack(
     image: &Image,
     folder: &JobFolder,
-    into: &Path,
+    into: &Beneath,
     key: Option<&Key>,
     threads: usize,
     progress: &Progress,
@@ -190,7 +189,7 @@ impl Unpacking<'_> {
     ///
     /// # Errors
     /// As [`unpack`]; if healing failed, the problem of the first chunk.
-    pub fn unpack(&self, image: &Image, folder: &JobFolder, into: &Path) -> Result<Option<Healed>, Error> {
+    pub fn unpack(&self, image: &Image, folder: &JobFolder, into: &Beneath) -> Result<Option<Healed>, Error> {
         let wrong = |source| Error::Map { id: image.id, source };
         let map = image.chunk_map().map_err(wrong)?.ok_or(Error::NotPacked(image.id))?;
         let manifest = image.manifest().ok_or(Error::NotPacked(image.id))?;
@@ -316,16 +315,16 @@ fn chunk_error(id: ImageId, manifest: &Manifest, place: Place, source: ReadChunk
 }
 
 /// Creates the files with their sizes, and their folders.
-fn make_files(manifest: &Manifest, into: &Path) -> Result<(), Error> {
+fn make_files(manifest: &Manifest, into: &Beneath) -> Result<(), Error> {
     for part in &manifest.parts {
-        let path = into.join(&part.path);
+        let file = into.join(&part.path);
         let make = || {
-            if let Some(folder) = path.parent() {
-                DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+            if let Some(folder) = file.parent() {
+                folder.make_dirs(0o700)?;
             }
-            File::options().write(true).create_new(true).mode(0o600).open(&path)?.set_len(part.size)
+            file.create_new(0o600)?.set_len(part.size)
         };
-        make().map_err(|source| Error::Write { path: path.clone(), source })?;
+        make().map_err(|source| Error::Write { path: file.path().to_owned(), source })?;
     }
     Ok(())
 }
@@ -333,7 +332,7 @@ fn make_files(manifest: &Manifest, into: &Path) -> Result<(), Error> {
 struct Writing<'a> {
     id: ImageId,
     manifest: &'a Manifest,
-    into: &'a Path,
+    into: &'a Beneath,
     progress: &'a Progress,
     /// Chunks to be replaced; `None` if an unreadable chunk ends the work.
     harmed: Option<Mutex<Harmed>>,
@@ -384,13 +383,13 @@ impl Visit<Place> for Writing<'_> {
             }
             let file = match own.take().filter(|(part, _)| *part == target.part) {
                 Some((_, file)) => Ok(file),
-                None => Writer::open(&path()),
+                None => path().change().and_then(Writer::of),
             };
             let written = file.and_then(|file| {
                 let (_, file) = own.insert((target.part, file));
                 file.write_at(raw, target.offset)
             });
-            written.map_err(|source| Error::Write { path: path(), source })?;
+            written.map_err(|source| Error::Write { path: path().path().to_owned(), source })?;
             self.progress.add(raw.len());
         }
         Ok(())

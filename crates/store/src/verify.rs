@@ -17,6 +17,7 @@ use super::id::ImageId;
 use super::image::{Damage, DamageKind, Form, Image, Place, State};
 use super::manifest::{self, Manifest, Part};
 use super::{mark, tags};
+use rekindle_os::beneath::Beneath;
 use rekindle_os::durable;
 
 pub use content::{PackReport, PacksReport, Share, check_packs};
@@ -174,7 +175,7 @@ impl Image {
     }
 }
 
-fn check_all(dir: &Path, manifest: &Manifest) -> Vec<PartReport> {
+fn check_all(dir: &Beneath, manifest: &Manifest) -> Vec<PartReport> {
     let sized = manifest.parts.iter().map(|part| (part, part.size)).collect();
     let look = |part: &Part| {
         Ok::<_, Infallible>(PartReport { path: PathBuf::from(part.path.as_str()), finding: check(dir, part) })
@@ -192,7 +193,7 @@ fn is_ours(path: &Path) -> bool {
         || [mark::FILE_NAME, tags::FILE_NAME].iter().any(|name| text == *name || in_work(name))
 }
 
-fn check(dir: &Path, part: &Part) -> Finding {
+fn check(dir: &Beneath, part: &Part) -> Finding {
     let unreadable = |error: std::io::Error| {
         let why = if is_failing(&error) { format!("{error}{}", Failing(&error)) } else { error.to_string() };
         Finding::Unreadable { why }

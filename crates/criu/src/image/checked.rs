@@ -2,8 +2,9 @@
 //! 4.2): size, mode, and for ELF files the build-id. If one differs, the restore fails.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
+use rekindle_os::beneath::Beneath;
 use super::{Error, FILES, Records, absolute, remaps};
 use crate::proto::{FileEntry, RegFileEntry};
 
@@ -24,7 +25,7 @@ pub struct CheckedFile {
 ///
 /// # Errors
 /// When an image file is damaged.
-pub fn checked_files(dir: &Path) -> Result<Vec<CheckedFile>, Error> {
+pub fn checked_files(dir: &Beneath) -> Result<Vec<CheckedFile>, Error> {
     // A deleted file and its temporary name: CRIU restores both.
     let remapped: Vec<u32> = remaps(dir)?.iter().flat_map(|remap| [remap.orig_id, remap.remap_id]).collect();
     let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;

@@ -5,8 +5,8 @@
 //! So what is in the image is all there is to check.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 
+use rekindle_os::beneath::Beneath;
 use super::devices::images;
 use super::{Error, Records, damaged};
 use crate::proto::CoreEntry;
@@ -17,7 +17,7 @@ const CORE: u32 = 0x5505_3847;
 ///
 /// # Errors
 /// When an image file is damaged.
-pub fn securebits(dir: &Path) -> Result<BTreeMap<i32, u32>, Error> {
+pub fn securebits(dir: &Beneath) -> Result<BTreeMap<i32, u32>, Error> {
     let bits = |(id, core): (i32, CoreEntry)| Some((id, core.thread?.credentials?.securebits));
     Ok(cores(dir)?.into_iter().filter_map(bits).collect())
 }
@@ -26,14 +26,14 @@ pub fn securebits(dir: &Path) -> Result<BTreeMap<i32, u32>, Error> {
 ///
 /// # Errors
 /// When an image file is damaged.
-pub fn stopped(dir: &Path) -> Result<Vec<i32>, Error> {
+pub fn stopped(dir: &Beneath) -> Result<Vec<i32>, Error> {
     /// `COMPEL_TASK_STOPPED`
     const STOPPED: u32 = 3;
     let is_one = |core: &CoreEntry| core.task.is_some_and(|task| task.state == STOPPED);
     Ok(cores(dir)?.into_iter().filter(|(_, core)| is_one(core)).map(|(id, _)| id).collect())
 }
 
-fn cores(dir: &Path) -> Result<BTreeMap<i32, CoreEntry>, Error> {
+fn cores(dir: &Beneath) -> Result<BTreeMap<i32, CoreEntry>, Error> {
     let mut all = BTreeMap::new();
     for (name, path) in images(dir, "core-")? {
         let id: i32 = name.parse().map_err(|_| damaged(&path, "its name is not core-ID.img"))?;
@@ -46,6 +46,7 @@ fn cores(dir: &Path) -> Result<BTreeMap<i32, CoreEntry>, Error> {
 mod tests {
     use super::super::tests::write;
     use super::*;
+    use super::super::tests::beneath;
 
     #[test]
     fn the_bits_of_each_thread_and_who_is_stopped_are_read() {
@@ -56,13 +57,13 @@ mod tests {
         write(&dir.path().join("core-1002.img"), CORE, &[core(0x2f)]);
         // A process that is dead and not reaped.
         write(&dir.path().join("core-1003.img"), CORE, &[vec![8, 1]]);
-        assert_eq!(securebits(dir.path()).unwrap(), BTreeMap::from([(1001, 0), (1002, 0x2f)]));
-        assert_eq!(stopped(dir.path()).unwrap(), [0; 0]);
+        assert_eq!(securebits(&beneath(dir.path())).unwrap(), BTreeMap::from([(1001, 0), (1002, 0x2f)]));
+        assert_eq!(stopped(&beneath(dir.path())).unwrap(), [0; 0]);
         // Field 3, the process, with its state.
         write(&dir.path().join("core-1003.img"), CORE, &[vec![8, 1, 3 << 3 | 2, 2, 8, 3]]);
         write(&dir.path().join("core-1002.img"), CORE, &[vec![8, 1, 3 << 3 | 2, 2, 8, 1]]);
-        assert_eq!(stopped(dir.path()).unwrap(), [1003]);
+        assert_eq!(stopped(&beneath(dir.path())).unwrap(), [1003]);
         write(&dir.path().join("core-1004.img"), CORE, &[vec![5 << 3 | 2, 8, 3]]);
-        assert!(securebits(dir.path()).is_err());
+        assert!(securebits(&beneath(dir.path())).is_err());
     }
 }

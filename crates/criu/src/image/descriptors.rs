@@ -1,8 +1,8 @@
 //! The descriptors of each process.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
 
+use rekindle_os::beneath::Beneath;
 use super::devices::images;
 use super::{Error, FDINFO, FILES, IDS, Records};
 use crate::proto::{FdinfoEntry, KobjIds, ListenerFileEntry};
@@ -11,7 +11,7 @@ use crate::proto::{FdinfoEntry, KobjIds, ListenerFileEntry};
 ///
 /// # Errors
 /// When an image file is missing or damaged.
-pub fn descriptors(dir: &Path) -> Result<BTreeMap<i32, BTreeSet<i32>>, Error> {
+pub fn descriptors(dir: &Beneath) -> Result<BTreeMap<i32, BTreeSet<i32>>, Error> {
     let pids = images(dir, "ids-")?.into_iter().filter_map(|(pid, _)| pid.parse().ok());
     let of = |pid| Ok((pid, table_of(dir, pid)?.into_iter().map(|entry| entry.fd.cast_signed()).collect()));
     pids.map(of).collect()
@@ -32,7 +32,7 @@ pub struct UnixListener {
 ///
 /// # Errors
 /// When an image file is missing or damaged.
-pub fn unix_listeners(dir: &Path) -> Result<Vec<UnixListener>, Error> {
+pub fn unix_listeners(dir: &Beneath) -> Result<Vec<UnixListener>, Error> {
     /// `TCP_LISTEN`
     const LISTEN: u32 = 10;
     let entries: Vec<ListenerFileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
@@ -52,9 +52,9 @@ pub fn unix_listeners(dir: &Path) -> Result<Vec<UnixListener>, Error> {
 }
 
 /// The descriptors of a process.
-pub(super) fn table_of(dir: &Path, pid: i32) -> Result<Vec<FdinfoEntry>, Error> {
+pub(super) fn table_of(dir: &Beneath, pid: i32) -> Result<Vec<FdinfoEntry>, Error> {
     let ids: Option<KobjIds> = Records::open(dir.join(format!("ids-{pid}.img")), IDS)?.next()?;
-    let table = ids.map(|ids| dir.join(format!("fdinfo-{}.img", ids.files))).filter(|table| table.exists());
+    let table = ids.map(|ids| dir.join(format!("fdinfo-{}.img", ids.files))).filter(|table| table.is_there());
     table.map_or(Ok(Vec::new()), |table| Records::open(table, FDINFO)?.all())
 }
 
@@ -62,6 +62,7 @@ pub(super) fn table_of(dir: &Path, pid: i32) -> Result<Vec<FdinfoEntry>, Error> 
 mod tests {
     use super::super::tests::write;
     use super::*;
+    use super::super::tests::beneath;
 
     #[test]
     fn sockets_that_wait_for_connections_are_found_once() {
@@ -74,7 +75,7 @@ mod tests {
             write(&dir.path().join(format!("ids-{pid}.img")), IDS, &[vec![8, 1, 2 << 3, 9]]);
         }
         write(&dir.path().join("fdinfo-9.img"), FDINFO, &[fd(2, 3), fd(1, 4), fd(3, 5)]);
-        let found = unix_listeners(dir.path()).unwrap();
+        let found = unix_listeners(&beneath(dir.path())).unwrap();
         assert!(matches!(found[..], [UnixListener { pid: 1001 | 1002, fd: 4, backlog: 127 }]), "{found:?}");
     }
 }

@@ -4,12 +4,12 @@
 //! `VMA_EXT_PLUGIN` without pages; a restore would ask the plugin for both. This module changes them to what CRIU
 //! itself writes for /dev/null and for anonymous memory.
 
-use std::path::{Path, PathBuf};
 
 use prost::Message;
 
+use rekindle_os::beneath::Beneath;
 use super::rewrite::{rewrite, with_fields};
-use super::{Error, FDINFO, FILES, IDS, Records, damaged};
+use super::{Error, FDINFO, FILES, IDS, Records, damaged, names_in};
 use crate::proto::{FdinfoEntry, KobjIds, NullFileEntry, PluginFileEntry, VmaEntry};
 
 pub(super) const MM: u32 = 0x5749_2820;
@@ -42,7 +42,7 @@ pub struct Replaced {
 ///
 /// # Errors
 /// When an image file is missing or damaged, or cannot be written.
-pub fn without_devices(dir: &Path) -> Result<Vec<Replaced>, Error> {
+pub fn without_devices(dir: &Beneath) -> Result<Vec<Replaced>, Error> {
     let files = null_files(&dir.join("files.img"))?;
     let mut all = Vec::new();
     let mut left = files.clone();
@@ -60,7 +60,7 @@ pub fn without_devices(dir: &Path) -> Result<Vec<Replaced>, Error> {
         left.retain(|id| descriptors.iter().all(|(known, _)| known != id));
         let mm = dir.join(format!("mm-{pid}.img"));
         // A dead process has no memory.
-        let Mappings { all: mappings, writable } = if mm.exists() { own_memory(&mm)? } else { Mappings::default() };
+        let Mappings { all: mappings, writable } = if mm.is_there() { own_memory(&mm)? } else { Mappings::default() };
         if !descriptors.is_empty() || mappings > 0 {
             let descriptors = descriptors.into_iter().map(|(_, fd)| fd).collect();
             all.push(Replaced { pid, descriptors, mappings, writable });
@@ -79,21 +79,16 @@ pub fn without_devices(dir: &Path) -> Result<Vec<Replaced>, Error> {
 }
 
 /// The image files `KINDname.img`: the `name` part, and the path.
-pub(super) fn images(dir: &Path, kind: &str) -> Result<Vec<(String, PathBuf)>, Error> {
-    let read = |source| Error::Read { path: dir.into(), source };
-    let mut all = Vec::new();
-    for entry in std::fs::read_dir(dir).map_err(read)? {
-        let entry = entry.map_err(read)?;
-        let name = entry.file_name().to_string_lossy().into_owned();
-        if let Some(name) = name.strip_prefix(kind).and_then(|rest| rest.strip_suffix(".img")) {
-            all.push((name.to_owned(), entry.path()));
-        }
-    }
-    Ok(all)
+pub(super) fn images(dir: &Beneath, kind: &str) -> Result<Vec<(String, Beneath)>, Error> {
+    let owner = |name: String| {
+        let owner = name.strip_prefix(kind)?.strip_suffix(".img")?;
+        Some((owner.to_owned(), dir.join(&name)))
+    };
+    Ok(names_in(dir)?.into_iter().filter_map(owner).collect())
 }
 
 /// Changes the files that a plugin accepted to /dev/null; returns their ids.
-fn null_files(path: &Path) -> Result<Vec<u32>, Error> {
+fn null_files(path: &Beneath) -> Result<Vec<u32>, Error> {
     let mut ids = Vec::new();
     rewrite(path, FILES, |entry: PluginFileEntry, _| {
         if entry.kind != EXT {
@@ -114,19 +109,19 @@ fn null_files(path: &Path) -> Result<Vec<u32>, Error> {
 const NULL_FLAGS: u32 = 0o100_002;
 
 /// The descriptors of a table that refer to these files: (file, number).
-fn descriptors(path: &Path, files: &[u32]) -> Result<Vec<(u32, i32)>, Error> {
+fn descriptors(path: &Beneath, files: &[u32]) -> Result<Vec<(u32, i32)>, Error> {
     // A process without descriptors, such as the reaper, has no table.
-    if !path.exists() {
+    if !path.is_there() {
         return Ok(Vec::new());
     }
-    let all: Vec<FdinfoEntry> = Records::open(path.into(), FDINFO)?.all()?;
+    let all: Vec<FdinfoEntry> = Records::open(path.clone(), FDINFO)?.all()?;
     let wanted = all.iter().filter(|entry| files.contains(&entry.id));
     Ok(wanted.map(|entry| (entry.id, entry.fd.cast_signed())).collect())
 }
 
 /// Changes descriptors of a plugin's files to those of regular files, which is what /dev/null is for CRIU. Unknown
 /// fields of the record are preserved.
-fn regular_descriptors(path: &Path) -> Result<(), Error> {
+fn regular_descriptors(path: &Beneath) -> Result<(), Error> {
     rewrite(path, FDINFO, |entry: FdinfoEntry, record| {
         // If a field occurs twice, the last one counts.
         Ok((entry.kind == EXT).then(|| [record, &[3 << 3, 1]].concat()))
@@ -142,7 +137,7 @@ struct Mappings {
 }
 
 /// Changes the mappings that a plugin accepted to private memory; returns how many.
-fn own_memory(path: &Path) -> Result<Mappings, Error> {
+fn own_memory(path: &Beneath) -> Result<Mappings, Error> {
     let mut mappings = Mappings::default();
     rewrite(path, MM, |(), record| {
         let before = mappings.all;

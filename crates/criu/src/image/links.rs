@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
+use rekindle_os::beneath::Beneath;
 use super::descriptors::table_of;
 use super::devices::{MM, images};
 use super::mappings::has_a_file;
@@ -47,7 +48,7 @@ pub struct LinkRemap {
 ///
 /// # Errors
 /// When an image file is damaged.
-pub fn link_remaps(dir: &Path) -> Result<Vec<LinkRemap>, Error> {
+pub fn link_remaps(dir: &Beneath) -> Result<Vec<LinkRemap>, Error> {
     // From the id of the name to that of the file.
     let links: BTreeMap<u32, u32> =
         remaps(dir)?.iter().filter(|remap| remap.is_link()).map(|remap| (remap.remap_id, remap.orig_id)).collect();
@@ -64,7 +65,7 @@ pub fn link_remaps(dir: &Path) -> Result<Vec<LinkRemap>, Error> {
 }
 
 /// Where each file of the image is in use, by its id.
-fn holders(dir: &Path) -> Result<BTreeMap<u32, Holder>, Error> {
+fn holders(dir: &Beneath) -> Result<BTreeMap<u32, Holder>, Error> {
     let mut found = BTreeMap::new();
     for pid in images(dir, "ids-")?.into_iter().filter_map(|(pid, _)| pid.parse().ok()) {
         for entry in table_of(dir, pid)? {
@@ -88,7 +89,7 @@ fn holders(dir: &Path) -> Result<BTreeMap<u32, Holder>, Error> {
 ///
 /// # Errors
 /// When an image file is damaged, or cannot be written.
-pub fn rename_link_remaps(dir: &Path, names: &BTreeMap<PathBuf, OsString>) -> Result<(), Error> {
+pub fn rename_link_remaps(dir: &Beneath, names: &BTreeMap<PathBuf, OsString>) -> Result<(), Error> {
     /// Field 3 of `file_entry`, field 6 of `reg_file_entry`: length-delimited.
     const REG: u64 = 3 << 3 | 2;
     const NAME: u64 = 6 << 3 | 2;
@@ -124,7 +125,7 @@ mod tests {
     #[test]
     fn names_of_deleted_files_are_found_with_their_holders_and_renamed() {
         let dir = tempfile::tempdir().unwrap();
-        let dir = dir.path();
+        let dir = &super::super::tests::beneath(dir.path());
         let reg = |id: u32, name: &str| {
             let reg = RegFileEntry { id, name: name.into(), size: Some(7), ..RegFileEntry::default() };
             let mut record = FileEntry { id, reg: Some(reg), inet: None, unix: None }.encode_to_vec();

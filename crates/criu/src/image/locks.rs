@@ -7,8 +7,9 @@
 //! the processes take them again.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
+use rekindle_os::beneath::Beneath;
 use super::descriptors::table_of;
 use super::devices::{MM, images};
 use super::{Error, FILES, Records, absolute, damaged, names, remaps};
@@ -48,9 +49,9 @@ pub struct LostLocks {
 ///
 /// # Errors
 /// When an image file is missing or damaged.
-pub fn lost_locks(dir: &Path) -> Result<LostLocks, Error> {
+pub fn lost_locks(dir: &Beneath) -> Result<LostLocks, Error> {
     let path_of_locks = dir.join("filelocks.img");
-    if !path_of_locks.exists() {
+    if !path_of_locks.is_there() {
         return Ok(LostLocks::default());
     }
     let locks: Vec<FileLockEntry> = Records::open(path_of_locks.clone(), FILE_LOCKS)?.all()?;
@@ -95,7 +96,7 @@ struct File {
 }
 
 /// All regular files, by their id.
-fn all_files(dir: &Path) -> Result<BTreeMap<u32, File>, Error> {
+fn all_files(dir: &Beneath) -> Result<BTreeMap<u32, File>, Error> {
     let named = |(id, path): (u32, PathBuf)| (id, File { same: Same::Name(path.clone()), path });
     let mut all: BTreeMap<u32, File> = names(dir)?.into_iter().map(named).collect();
     let ghosts: BTreeMap<u32, u32> =
@@ -112,7 +113,7 @@ fn all_files(dir: &Path) -> Result<BTreeMap<u32, File>, Error> {
 }
 
 /// The processes that have one of these files open or mapped.
-fn users(dir: &Path, locked: &BTreeSet<Same>, files: &BTreeMap<u32, File>) -> Result<BTreeSet<i32>, Error> {
+fn users(dir: &Beneath, locked: &BTreeSet<Same>, files: &BTreeMap<u32, File>) -> Result<BTreeSet<i32>, Error> {
     let is_one = |id: &u32| files.get(id).is_some_and(|file| locked.contains(&file.same));
     let mut users = BTreeSet::new();
     for (pid, _) in images(dir, "ids-")? {
@@ -124,7 +125,7 @@ fn users(dir: &Path, locked: &BTreeSet<Same>, files: &BTreeMap<u32, File>) -> Re
     Ok(users)
 }
 
-fn mapped_files(dir: &Path, pid: i32) -> Result<BTreeSet<u32>, Error> {
+fn mapped_files(dir: &Beneath, pid: i32) -> Result<BTreeSet<u32>, Error> {
     let wanted = pid.to_string();
     let Some((_, path)) = images(dir, "mm-")?.into_iter().find(|(name, _)| *name == wanted) else {
         return Ok(BTreeSet::new());

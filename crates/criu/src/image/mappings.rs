@@ -1,10 +1,11 @@
 //! Mappings of files: which of them can change a file, and how CRIU opens the file for them in a restore.
 
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use prost::Message;
 
+use rekindle_os::beneath::Beneath;
 use super::devices::{MM, images};
 use super::rewrite::{rewrite, with_fields};
 use super::{Error, Records, damaged, names};
@@ -22,7 +23,7 @@ const EXT_PLUGIN: u32 = 1 << 27;
 ///
 /// # Errors
 /// When an image file is missing or damaged.
-pub fn written_by_mappings(dir: &Path) -> Result<Vec<PathBuf>, Error> {
+pub fn written_by_mappings(dir: &Beneath) -> Result<Vec<PathBuf>, Error> {
     let names = names(dir)?;
     let mut found = BTreeSet::new();
     for (_, path) in images(dir, "mm-")? {
@@ -39,7 +40,7 @@ pub fn written_by_mappings(dir: &Path) -> Result<Vec<PathBuf>, Error> {
 ///
 /// # Errors
 /// When an image file is missing or damaged.
-pub fn scarce(dir: &Path) -> Result<Option<&'static str>, Error> {
+pub fn scarce(dir: &Beneath) -> Result<Option<&'static str>, Error> {
     /// `VMA_AREA_AIORING`.
     const AIO_RING: u32 = 1 << 13;
     for (_, path) in images(dir, "mm-")? {
@@ -62,7 +63,7 @@ pub fn scarce(dir: &Path) -> Result<Option<&'static str>, Error> {
 ///
 /// # Errors
 /// When an image file is missing or damaged, or cannot be written.
-pub fn correct_access(dir: &Path) -> Result<usize, Error> {
+pub fn correct_access(dir: &Beneath) -> Result<usize, Error> {
     /// Field 14, length-delimited.
     const VMA: u64 = 14 << 3 | 2;
     let mut corrected = 0;
@@ -120,6 +121,7 @@ fn opens_for_writing(vma: &VmaEntry) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use super::super::tests::beneath;
     use crate::image::{COMMON, FILES};
     use crate::proto::{FileEntry, RegFileEntry};
 
@@ -165,13 +167,13 @@ mod tests {
             mapping(2, 1 | FILE_SHARED | MEMFD, write_too, libc::O_RDONLY),
         ];
         write(&dir.path().join("mm-7.img"), MM, &[MmEntry { vmas: vmas.clone(), ..MmEntry::default() }]);
-        let written = written_by_mappings(dir.path()).unwrap();
+        let written = written_by_mappings(&beneath(dir.path())).unwrap();
         assert_eq!(written, [Path::new("/tmp/both"), Path::new("/tmp/stale")]);
-        assert_eq!(correct_access(dir.path()).unwrap(), 1);
-        let now: Vec<MmEntry> = Records::open(dir.path().join("mm-7.img"), MM).unwrap().all().unwrap();
+        assert_eq!(correct_access(&beneath(dir.path())).unwrap(), 1);
+        let now: Vec<MmEntry> = Records::open(beneath(dir.path()).join("mm-7.img"), MM).unwrap().all().unwrap();
         let mut expected = vmas;
         expected[0].fdflags = Some(libc::O_RDWR.cast_unsigned());
         assert_eq!(now[0].vmas, expected);
-        assert_eq!(correct_access(dir.path()).unwrap(), 0);
+        assert_eq!(correct_access(&beneath(dir.path())).unwrap(), 0);
     }
 }

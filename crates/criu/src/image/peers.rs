@@ -4,8 +4,8 @@
 //! the image says that the job is connected to the listening socket, which is not in the image ("FATAL: Peer 123
 //! unresolved for 124", criu/sk-unix.c). Once the connection is accepted, CRIU itself refuses the dump.
 
-use std::path::Path;
 
+use rekindle_os::beneath::Beneath;
 use super::queues::holders;
 use super::{Error, FILES, Records};
 use crate::proto::QueuedFileEntry;
@@ -26,7 +26,7 @@ pub struct Dangling {
 ///
 /// # Errors
 /// When an image file is missing or damaged.
-pub fn dangling_sockets(dir: &Path) -> Result<Vec<Dangling>, Error> {
+pub fn dangling_sockets(dir: &Beneath) -> Result<Vec<Dangling>, Error> {
     let files: Vec<QueuedFileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
     let is_there = |ino: u32| files.iter().filter_map(|file| file.unix).any(|socket| socket.ino == ino);
     let found = files.iter().filter_map(|file| {

@@ -19,8 +19,8 @@
 //! whose other end is closed.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
-use std::path::Path;
 
+use rekindle_os::beneath::Beneath;
 use super::rewrite::rewrite;
 use super::{Error, FDINFO, FILES, IDS, Records, damaged, ids};
 use crate::proto::{ConnectedEntry, FdinfoEntry, KobjIds, PacketEntry, QueuedFileEntry};
@@ -58,7 +58,7 @@ pub struct Queues {
 ///
 /// # Errors
 /// When an image file is missing or damaged, or cannot be written.
-pub fn keep_in_flight(dir: &Path) -> Result<Queues, Error> {
+pub fn keep_in_flight(dir: &Beneath) -> Result<Queues, Error> {
     let queues = queues(&dir.join("sk-queues.img"))?;
     if queues.is_empty() {
         return Ok(Queues::default());
@@ -94,12 +94,12 @@ struct Queue {
 }
 
 /// The queues with descriptors, by the file ids of their sockets.
-fn queues(path: &Path) -> Result<BTreeMap<u32, Queue>, Error> {
+fn queues(path: &Beneath) -> Result<BTreeMap<u32, Queue>, Error> {
     let mut all: BTreeMap<u32, Queue> = BTreeMap::new();
-    if !path.exists() {
+    if !path.is_there() {
         return Ok(all);
     }
-    let mut records = Records::open(path.into(), QUEUES)?;
+    let mut records = Records::open(path.clone(), QUEUES)?;
     while let Some(packet) = records.next::<PacketEntry>()? {
         records.skip(packet.length)?;
         for scm in packet.scm {
@@ -116,19 +116,19 @@ fn queues(path: &Path) -> Result<BTreeMap<u32, Queue>, Error> {
 
 /// The processes that have each file open. If several share a descriptor table, only the first, for which CRIU opens
 /// the files (`shared_fdt_prepare`).
-pub(super) fn holders(dir: &Path) -> Result<BTreeMap<u32, BTreeSet<i32>>, Error> {
+pub(super) fn holders(dir: &Beneath) -> Result<BTreeMap<u32, BTreeSet<i32>>, Error> {
     let mut all: BTreeMap<u32, BTreeSet<i32>> = BTreeMap::new();
     let mut tables = HashSet::new();
     for pid in ids(dir)?.processes {
         let path = dir.join(format!("ids-{pid}.img"));
         // A dead process has no descriptors.
-        if !path.exists() {
+        if !path.is_there() {
             continue;
         }
         let ids: Option<KobjIds> = Records::open(path.clone(), IDS)?.next()?;
         let table = ids.ok_or_else(|| damaged(&path, "no ids"))?.files;
         let path = dir.join(format!("fdinfo-{table}.img"));
-        if !tables.insert(table) || !path.exists() {
+        if !tables.insert(table) || !path.is_there() {
             continue;
         }
         let entries: Vec<FdinfoEntry> = Records::open(path, FDINFO)?.all()?;
@@ -140,7 +140,7 @@ pub(super) fn holders(dir: &Path) -> Result<BTreeMap<u32, BTreeSet<i32>>, Error>
 }
 
 /// Exchanges the positions of the two files in each pair.
-fn exchange(path: &Path, pairs: &[(u32, u32)]) -> Result<(), Error> {
+fn exchange(path: &Beneath, pairs: &[(u32, u32)]) -> Result<(), Error> {
     let other = |id: u32| {
         let of = |(one, two): &(u32, u32)| if *one == id { Some(*two) } else { (*two == id).then_some(*one) };
         pairs.iter().find_map(of)

@@ -1,19 +1,19 @@
 //! Rewrites image files with changes. Unknown fields of a record are preserved.
 
-use std::path::Path;
 
 use prost::Message;
 use prost::encoding::{decode_varint, encode_varint};
 
-use super::{COMMON, Error, Records, damaged};
+use rekindle_os::beneath::Beneath;
+use super::{COMMON, Error, Records, damaged, put};
 
 /// Rewrites an image file if `change` returns a new record for any of its records.
 pub(super) fn rewrite<M: Message + Default>(
-    path: &Path,
+    path: &Beneath,
     magic: u32,
     mut change: impl FnMut(M, &[u8]) -> Result<Option<Vec<u8>>, Error>,
 ) -> Result<(), Error> {
-    let mut records = Records::open(path.into(), magic)?;
+    let mut records = Records::open(path.clone(), magic)?;
     let mut bytes: Vec<u8> = [COMMON, magic].iter().flat_map(|word| word.to_le_bytes()).collect();
     let mut changed = false;
     loop {
@@ -28,7 +28,7 @@ pub(super) fn rewrite<M: Message + Default>(
         bytes.extend(record);
     }
     if changed {
-        std::fs::write(path, bytes).map_err(|source| Error::Write { path: path.into(), source })?;
+        put(path, &bytes)?;
     }
     Ok(())
 }

@@ -2,8 +2,8 @@
 
 use std::collections::HashSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::path::Path;
 
+use rekindle_os::beneath::Beneath;
 use super::rewrite::{rewrite, with_fields};
 use super::{Error, FILES, Records, damaged};
 use crate::proto::{FileEntry, InetSocketEntry};
@@ -56,7 +56,7 @@ fn address(words: &[u32]) -> Option<IpAddr> {
 ///
 /// # Errors
 /// When it is missing or damaged.
-pub fn tcp_sockets(dir: &Path) -> Result<Vec<TcpSocket>, Error> {
+pub fn tcp_sockets(dir: &Beneath) -> Result<Vec<TcpSocket>, Error> {
     let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
     Ok(entries.iter().filter_map(TcpSocket::of).collect())
 }
@@ -69,7 +69,7 @@ pub fn tcp_sockets(dir: &Path) -> Result<Vec<TcpSocket>, Error> {
 ///
 /// # Errors
 /// When files.img is missing or damaged, or cannot be written.
-pub fn close_connections_outwards(dir: &Path, kept: &dyn Fn(IpAddr) -> bool) -> Result<usize, Error> {
+pub fn close_connections_outwards(dir: &Beneath, kept: &dyn Fn(IpAddr) -> bool) -> Result<usize, Error> {
     let all = tcp_sockets(dir)?;
     let known: HashSet<(SocketAddr, SocketAddr)> = all.iter().filter_map(ends).collect();
     let inside = |local: SocketAddr, remote: SocketAddr| kept(local.ip()) && kept(remote.ip());
@@ -80,7 +80,7 @@ pub fn close_connections_outwards(dir: &Path, kept: &dyn Fn(IpAddr) -> bool) -> 
 ///
 /// # Errors
 /// When files.img is missing or damaged, or cannot be written.
-pub fn close_connections(dir: &Path, closes: &dyn Fn(SocketAddr, SocketAddr) -> bool) -> Result<usize, Error> {
+pub fn close_connections(dir: &Beneath, closes: &dyn Fn(SocketAddr, SocketAddr) -> bool) -> Result<usize, Error> {
     let path = dir.join("files.img");
     let mut closed = 0;
     rewrite(&path, FILES, |entry: FileEntry, record| {
@@ -116,6 +116,7 @@ mod tests {
     use prost::Message;
 
     use super::*;
+    use super::super::tests::beneath;
 
     /// An entry with an unknown field: 13, as a message.
     fn socket(id: u32, state: u32, source: (&[u32], u32), destination: (&[u32], u32)) -> Vec<u8> {
@@ -152,21 +153,21 @@ mod tests {
             socket(5, 8, (&lo, 8000), (&lo, 40002)),
         ];
         super::super::tests::write(&dir.path().join("files.img"), FILES, &records);
-        assert_eq!(close_connections_outwards(dir.path(), &|_| false).unwrap(), 2);
+        assert_eq!(close_connections_outwards(&beneath(dir.path()), &|_| false).unwrap(), 2);
         let end = |port| SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port);
         let expected = [
             TcpSocket::Listening(end(8000)),
             TcpSocket::Connected { local: end(8000), remote: end(40000) },
             TcpSocket::Connected { local: end(40000), remote: end(8000) },
         ];
-        assert_eq!(tcp_sockets(dir.path()).unwrap(), expected);
-        let entries: Vec<FileEntry> = Records::open(dir.path().join("files.img"), FILES).unwrap().all().unwrap();
+        assert_eq!(tcp_sockets(&beneath(dir.path())).unwrap(), expected);
+        let entries: Vec<FileEntry> = Records::open(beneath(dir.path()).join("files.img"), FILES).unwrap().all().unwrap();
         let closed = entries[3].inet.as_ref().unwrap();
         assert_eq!((closed.state, closed.source_port, closed.destination_port), (7, 0, 0));
         let written = std::fs::read(dir.path().join("files.img")).unwrap();
         let unknown = written.windows(4).filter(|part| *part == [13 << 3 | 2, 2, 8, 1]);
         assert_eq!(unknown.count(), 5, "what is not read stays");
-        assert_eq!(close_connections_outwards(dir.path(), &|_| false).unwrap(), 0);
+        assert_eq!(close_connections_outwards(&beneath(dir.path()), &|_| false).unwrap(), 0);
     }
 
     #[test]
@@ -181,10 +182,10 @@ mod tests {
         ];
         super::super::tests::write(&dir.path().join("files.img"), FILES, &records);
         let closes = |one: SocketAddr, other: SocketAddr| [one, other].iter().any(|end| end.port() == 40000);
-        assert_eq!(close_connections(dir.path(), &closes).unwrap(), 2);
+        assert_eq!(close_connections(&beneath(dir.path()), &closes).unwrap(), 2);
         let end = |port| SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port);
         let left = TcpSocket::Connected { local: end(8000), remote: end(40001) };
-        assert_eq!(tcp_sockets(dir.path()).unwrap(), [TcpSocket::Listening(end(8000)), left]);
+        assert_eq!(tcp_sockets(&beneath(dir.path())).unwrap(), [TcpSocket::Listening(end(8000)), left]);
     }
 
     #[test]
@@ -199,9 +200,9 @@ mod tests {
         ];
         super::super::tests::write(&dir.path().join("files.img"), FILES, &records);
         let group = |at: IpAddr| matches!(at, IpAddr::V4(at) if at.octets().starts_with(&[10, 213]));
-        assert_eq!(close_connections_outwards(dir.path(), &group).unwrap(), 2);
+        assert_eq!(close_connections_outwards(&beneath(dir.path()), &group).unwrap(), 2);
         let end = |last, port| SocketAddr::new(Ipv4Addr::new(10, 213, 0, last).into(), port);
         let kept = TcpSocket::Connected { local: end(1, 40000), remote: end(2, 8000) };
-        assert_eq!(tcp_sockets(dir.path()).unwrap(), [kept]);
+        assert_eq!(tcp_sockets(&beneath(dir.path())).unwrap(), [kept]);
     }
 }

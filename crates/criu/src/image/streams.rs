@@ -8,12 +8,12 @@
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
 
 use prost::encoding::encode_varint;
 
+use rekindle_os::beneath::Beneath;
 use super::sockets::{TcpSocket, ends};
-use super::{COMMON, Error, FILES, Records, damaged};
+use super::{COMMON, Error, FILES, Records, damaged, put};
 use crate::proto::{FileEntry, TcpStreamEntry};
 
 const STREAM: u32 = 0x5146_5506;
@@ -61,7 +61,7 @@ impl End {
 ///
 /// # Errors
 /// When an image file is missing or damaged.
-pub fn behind(dir: &Path) -> Result<Vec<Behind>, Error> {
+pub fn behind(dir: &Beneath) -> Result<Vec<Behind>, Error> {
     let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
     let mut sockets: HashMap<(SocketAddr, SocketAddr), (u32, u32)> = HashMap::new();
     for entry in &entries {
@@ -94,7 +94,7 @@ pub fn behind(dir: &Path) -> Result<Vec<Behind>, Error> {
 }
 
 /// CRIU's file of a connection. There is none if CRIU was told to close it.
-fn path(dir: &Path, inode: u32) -> PathBuf {
+fn path(dir: &Beneath, inode: u32) -> Beneath {
     dir.join(format!("tcp-stream-{inode:x}.img"))
 }
 
@@ -102,9 +102,9 @@ fn path(dir: &Path, inode: u32) -> PathBuf {
 /// be long, and the job is frozen.
 const ENTRY: u64 = 4096;
 
-fn stream(dir: &Path, inode: u32) -> Result<Option<TcpStreamEntry>, Error> {
+fn stream(dir: &Beneath, inode: u32) -> Result<Option<TcpStreamEntry>, Error> {
     let path = path(dir, inode);
-    if !path.exists() {
+    if !path.is_there() {
         return Ok(None);
     }
     let entry: Option<TcpStreamEntry> = Records::begin(path.clone(), ENTRY, STREAM)?.next()?;
@@ -116,7 +116,7 @@ fn stream(dir: &Path, inode: u32) -> Result<Option<TcpStreamEntry>, Error> {
 ///
 /// # Errors
 /// When the file of the connection is missing or damaged, or cannot be written.
-pub fn complete(dir: &Path, end: &Behind, queue: &[u8]) -> Result<bool, Error> {
+pub fn complete(dir: &Beneath, end: &Behind, queue: &[u8]) -> Result<bool, Error> {
     let path = path(dir, end.inode);
     let mut records = Records::open(path.clone(), STREAM)?;
     let at = records.at + 4;
@@ -146,7 +146,7 @@ pub fn complete(dir: &Path, end: &Behind, queue: &[u8]) -> Result<bool, Error> {
     let size = u32::try_from(record.len()).map_err(|error| damaged(&path, error.to_string()))?;
     let mut bytes: Vec<u8> = [COMMON, STREAM, size].iter().flat_map(|word| word.to_le_bytes()).collect();
     bytes.extend([record.as_slice(), queue, sent].concat());
-    std::fs::write(&path, bytes).map_err(|source| Error::Write { path, source })?;
+    put(&path, &bytes)?;
     Ok(true)
 }
 
@@ -156,6 +156,7 @@ mod tests {
 
     use super::super::tests::write;
     use super::*;
+    use super::super::tests::beneath;
     use crate::proto::InetSocketEntry;
 
     /// Of both ends of a connection: the state, the queues, and the numbers of their ends.
@@ -190,7 +191,7 @@ mod tests {
     }
 
     fn missing(ends: Ends<'_>) -> Vec<(u32, u32, u32)> {
-        let found = behind(image(ends).path()).unwrap();
+        let found = behind(&beneath(image(ends).path())).unwrap();
         found.into_iter().map(|end| (end.inode, end.received, end.missing)).collect()
     }
 
@@ -229,15 +230,15 @@ mod tests {
     fn a_queue_is_completed() {
         let ends = [(ESTABLISHED, &b""[..], 500, &b"6789"[..], 1000), (ESTABLISHED, b"ab", 990, b"answer", 506)];
         let dir = image(ends);
-        let [end] = behind(dir.path()).unwrap().try_into().unwrap();
+        let [end] = behind(&beneath(dir.path())).unwrap().try_into().unwrap();
         for other in [&b"ab01234"[..], b"ab0123456", b"xy012345"] {
-            assert!(!complete(dir.path(), &end, other).unwrap());
+            assert!(!complete(&beneath(dir.path()), &end, other).unwrap());
         }
-        assert_eq!(behind(dir.path()).unwrap(), [end], "nothing has changed");
-        assert!(complete(dir.path(), &end, b"ab012345").unwrap());
-        assert_eq!(behind(dir.path()).unwrap(), []);
+        assert_eq!(behind(&beneath(dir.path())).unwrap(), [end], "nothing has changed");
+        assert!(complete(&beneath(dir.path()), &end, b"ab012345").unwrap());
+        assert_eq!(behind(&beneath(dir.path())).unwrap(), []);
         let wanted = TcpStreamEntry { inq_len: 8, inq_seq: 996, outq_len: 6, outq_seq: 506, rcv_wup: Some(996) };
-        assert_eq!(stream(dir.path(), 0xa1).unwrap(), Some(wanted));
+        assert_eq!(stream(&beneath(dir.path()), 0xa1).unwrap(), Some(wanted));
         let written = std::fs::read(dir.path().join("tcp-stream-a1.img")).unwrap();
         assert!(written.ends_with(b"ab012345answer"));
         assert!(written.windows(2).any(|part| part == [7 << 3, 5]), "what is not read stays");
@@ -248,9 +249,9 @@ mod tests {
     fn the_queues_are_not_read_to_compare_their_numbers() {
         let dir = image([(ESTABLISHED, b"", 500, b"6789", 1000), (ESTABLISHED, b"ab", 990, b"", 500)]);
         for name in ["tcp-stream-a0.img", "tcp-stream-a1.img"] {
-            let image = std::fs::OpenOptions::new().write(true).open(dir.path().join(name)).unwrap();
+            let image = std::fs::OpenOptions::new().write(true).open(beneath(dir.path()).join(name)).unwrap();
             image.set_len(1 << 43).unwrap();
         }
-        assert_eq!(behind(dir.path()).unwrap().len(), 1);
+        assert_eq!(behind(&beneath(dir.path())).unwrap().len(), 1);
     }
 }

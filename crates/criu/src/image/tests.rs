@@ -1,7 +1,12 @@
 use super::*;
 use crate::proto::RegFileEntry;
 
-pub(super) fn write(path: &Path, magic: u32, records: &[Vec<u8>]) {
+/// A folder for tests.
+pub(super) fn beneath(dir: &Path) -> Beneath {
+    Beneath::root(dir, rekindle_os::beneath::Owners::Ours).unwrap()
+}
+
+pub(super) fn write(path: impl AsRef<Path>, magic: u32, records: &[Vec<u8>]) {
     let mut bytes = [COMMON.to_le_bytes(), magic.to_le_bytes()].concat();
     for record in records {
         bytes.extend(u32::try_from(record.len()).unwrap().to_le_bytes());
@@ -65,13 +70,13 @@ fn the_number_criu_gives_the_thread_of_a_dead_process_is_not_read() {
     let dead = [entry(1002, 1001, vec![2_006_489_984]), entry(1003, 1001, vec![2_458_744_752])];
     let alive = [entry(1000, 0, vec![1000]), entry(1001, 1000, vec![1001, 1007])];
     write(&dir.path().join("pstree.img"), PSTREE, &[alive, dead].concat());
-    let found = ids(dir.path()).unwrap();
+    let found = ids(&beneath(dir.path())).unwrap();
     assert_eq!(found.processes, [1000, 1001, 1002, 1003]);
     assert_eq!(found.all, [1000, 1001, 1002, 1003, 1007]);
     // Any other impossible number is damage.
     for entry in [entry(1001, 1000, vec![1001, u32::MAX]), entry(u32::MAX, 1000, vec![1001])] {
         write(&dir.path().join("pstree.img"), PSTREE, &[entry]);
-        assert!(ids(dir.path()).unwrap_err().to_string().contains("out of range"));
+        assert!(ids(&beneath(dir.path())).unwrap_err().to_string().contains("out of range"));
     }
 }
 
@@ -83,20 +88,20 @@ fn a_short_pages_file_is_found() {
     let lazy = PagemapEntry { flags: Some(2), nr_pages: Some(9), ..PagemapEntry::default() };
     pagemap(dir.path(), &[new, old, lazy]);
     std::fs::write(dir.path().join("pages-7.img"), vec![0; 3 * 4096]).unwrap();
-    assert_eq!(check_pages(dir.path()).unwrap(), 3 * 4096);
+    assert_eq!(check_pages(&beneath(dir.path())).unwrap(), 3 * 4096);
     std::fs::write(dir.path().join("pages-7.img"), vec![0; 3 * 4096 - 1]).unwrap();
-    assert!(check_pages(dir.path()).unwrap_err().to_string().contains("its page map says 12288"));
-    std::fs::remove_file(dir.path().join("pages-7.img")).unwrap();
-    assert!(matches!(check_pages(dir.path()), Err(Error::Read { .. })));
+    assert!(check_pages(&beneath(dir.path())).unwrap_err().to_string().contains("its page map says 12288"));
+    std::fs::remove_file(beneath(dir.path()).join("pages-7.img")).unwrap();
+    assert!(matches!(check_pages(&beneath(dir.path())), Err(Error::Read { .. })));
 }
 
 #[test]
 fn a_missing_page_map_is_found() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("mm-12.img"), "").unwrap();
-    assert!(check_pages(dir.path()).unwrap_err().to_string().contains("pagemap-12.img"));
+    assert!(check_pages(&beneath(dir.path())).unwrap_err().to_string().contains("pagemap-12.img"));
     pagemap(dir.path(), &[]);
-    assert_eq!(check_pages(dir.path()).unwrap(), 0);
+    assert_eq!(check_pages(&beneath(dir.path())).unwrap(), 0);
 }
 
 #[test]
@@ -105,19 +110,19 @@ fn cut_records_and_foreign_files_are_refused() {
     let path = dir.path().join("pstree.img");
     let entry = PstreeEntry { pid: 1000, ppid: 0, pgid: 1000, sid: 1000, threads: vec![1000, 1007] };
     write(&path, PSTREE, &[entry.encode_to_vec()]);
-    let found = ids(dir.path()).unwrap();
+    let found = ids(&beneath(dir.path())).unwrap();
     assert_eq!((found.processes, found.all), (vec![1000], vec![1000, 1007]));
     let whole = std::fs::read(&path).unwrap();
     for length in [0, 3, 7, 9, whole.len() - 1] {
         std::fs::write(&path, &whole[..length]).unwrap();
-        assert!(ids(dir.path()).is_err(), "cut to {length}");
+        assert!(ids(&beneath(dir.path())).is_err(), "cut to {length}");
     }
     let mut huge = whole.clone();
     huge[8..12].copy_from_slice(&u32::MAX.to_le_bytes());
     std::fs::write(&path, huge).unwrap();
-    assert!(ids(dir.path()).is_err());
+    assert!(ids(&beneath(dir.path())).is_err());
     std::fs::write(&path, [FILES.to_le_bytes(), PSTREE.to_le_bytes()].concat()).unwrap();
-    assert!(ids(dir.path()).unwrap_err().to_string().contains("magic"));
+    assert!(ids(&beneath(dir.path())).unwrap_err().to_string().contains("magic"));
 }
 
 /// Names of files may be any bytes.
@@ -135,14 +140,14 @@ fn names_that_are_not_utf8_are_read_and_kept() {
     let path = dir.path().join("files.img");
     let named = Path::new(OsStr::from_bytes(b"/data/caf\xe9"));
     write(&path, FILES, &[record(reg(1, libc::O_RDONLY))]);
-    assert_eq!(checked_files(dir.path()).unwrap()[0].path, named);
+    assert_eq!(checked_files(&beneath(dir.path())).unwrap()[0].path, named);
     write(&path, FILES, &[record(reg(1, libc::O_RDWR))]);
-    assert_eq!(open_files(dir.path()).unwrap()[0].path, named);
+    assert_eq!(open_files(&beneath(dir.path())).unwrap()[0].path, named);
     let link = RegFileEntry { name: b"data/link_remap.\xe9".to_vec(), ..reg(2, libc::O_RDWR) };
     write(&path, FILES, &[record(reg(1, libc::O_RDWR)), record(link)]);
     let remap = RemapEntry { orig_id: 1, remap_id: 2, remap_type: Some(0) };
     write(&dir.path().join("remap-fpath.img"), REMAP, &[remap.encode_to_vec()]);
-    assert_eq!(link_remaps(dir.path()).unwrap()[0].path, Path::new(OsStr::from_bytes(b"/data/link_remap.\xe9")));
+    assert_eq!(link_remaps(&beneath(dir.path())).unwrap()[0].path, Path::new(OsStr::from_bytes(b"/data/link_remap.\xe9")));
 }
 
 #[test]
@@ -176,7 +181,7 @@ fn files_that_a_restore_compares() {
     write(&dir.path().join("files.img"), FILES, &records);
     let remap = RemapEntry { orig_id: 6, remap_id: 7, remap_type: Some(0) };
     write(&dir.path().join("remap-fpath.img"), REMAP, &[remap.encode_to_vec()]);
-    let found = checked_files(dir.path()).unwrap();
+    let found = checked_files(&beneath(dir.path())).unwrap();
     let data = CheckedFile { path: "/data".into(), size: 10, mode: Some(0o100_644), build_id: None };
     let library = CheckedFile { path: "/lib/a".into(), build_id: Some((0..8).collect()), ..data.clone() };
     assert_eq!(found, [data, library]);

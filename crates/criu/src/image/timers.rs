@@ -1,9 +1,9 @@
 //! Timers that are descriptors (timerfd_create(2)).
 
-use std::path::Path;
 
 use prost::Message;
 
+use rekindle_os::beneath::Beneath;
 use super::rewrite::{rewrite, with_fields};
 use super::{Error, FILES, damaged};
 use crate::proto::TimerfdEntry;
@@ -18,7 +18,7 @@ use crate::proto::TimerfdEntry;
 ///
 /// # Errors
 /// When an image file is missing or damaged, or cannot be written.
-pub fn restart_timers(dir: &Path) -> Result<usize, Error> {
+pub fn restart_timers(dir: &Beneath) -> Result<usize, Error> {
     /// Field 12 of `file_entry`, length-delimited.
     const TIMER: u64 = 12 << 3 | 2;
     /// `TFD_TIMER_ABSTIME`: CRIU adds the present time.
@@ -51,6 +51,7 @@ pub fn restart_timers(dir: &Path) -> Result<usize, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use super::super::tests::beneath;
     use crate::image::{COMMON, Records};
 
     /// As `file_entry`.
@@ -101,14 +102,14 @@ mod tests {
             bytes.extend(file.encode_to_vec());
         }
         std::fs::write(&path, bytes).unwrap();
-        assert_eq!(restart_timers(dir.path()).unwrap(), 3);
+        assert_eq!(restart_timers(&beneath(dir.path())).unwrap(), 3);
         let mut expected = files.to_vec();
         expected[0] = timer(1, 5, 5, 3, 0);
         expected[4] = timer(5, 5, 5, 1, 0);
         expected[5] = timer(6, 0, 0, 0, 2);
         expected.push(other);
-        let now: Vec<File> = Records::open(path, FILES).unwrap().all().unwrap();
+        let now: Vec<File> = Records::open(beneath(dir.path()).join("files.img"), FILES).unwrap().all().unwrap();
         assert_eq!(now, expected);
-        assert_eq!(restart_timers(dir.path()).unwrap(), 0);
+        assert_eq!(restart_timers(&beneath(dir.path())).unwrap(), 0);
     }
 }

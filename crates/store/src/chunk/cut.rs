@@ -9,13 +9,13 @@
 //! file is cut at fixed offsets.
 
 use std::collections::HashMap;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
-use std::path::{Path, PathBuf};
 
 use super::CHUNK;
 use crate::format::size_of;
 use rekindle_criu::image::{self, PAGE, PageRun};
+use rekindle_os::beneath::Beneath;
 use rekindle_os::sparse;
 
 /// The folder of CRIU's files in an image.
@@ -25,20 +25,18 @@ const CRIU: &str = "criu/";
 #[derive(Debug)]
 pub(crate) struct Cutter {
     /// By the id of the pages file.
-    maps: HashMap<u32, PathBuf>,
+    maps: HashMap<u32, Beneath>,
 }
 
 impl Cutter {
     /// Reads the page maps of the image in `dir`.
     #[must_use]
-    pub(crate) fn new(dir: &Path) -> Cutter {
-        let entries = fs::read_dir(dir.join(CRIU)).into_iter().flatten().flatten();
-        let named = entries.filter(|entry| {
-            let name = entry.file_name().to_string_lossy().into_owned();
-            name.starts_with("pagemap-") && name.ends_with(".img")
-        });
-        let maps = named.filter_map(|entry| Some((image::pages_id(&entry.path()).ok()?, entry.path())));
-        Cutter { maps: maps.collect() }
+    pub(crate) fn new(dir: &Beneath) -> Cutter {
+        let criu = dir.join("criu");
+        let names = criu.list().unwrap_or_default().into_iter().filter_map(|name| name.into_string().ok());
+        let maps = names.filter(|name| name.starts_with("pagemap-") && name.ends_with(".img"));
+        let maps = maps.map(|name| criu.join(name));
+        Cutter { maps: maps.filter_map(|map| Some((image::pages_id(&map).ok()?, map))).collect() }
     }
 
     /// The cuts of a part of that size.
@@ -82,7 +80,7 @@ impl Cuts {
     /// The cuts of the part `part` of the image in `dir`, if only this part is needed: [`Cutter`] reads the names of
     /// the page maps once for all parts.
     #[must_use]
-    pub(crate) fn of(dir: &Path, part: &str, size: u64) -> Cuts {
+    pub(crate) fn of(dir: &Beneath, part: &str, size: u64) -> Cuts {
         Cutter::new(dir).cuts(part, size)
     }
 }

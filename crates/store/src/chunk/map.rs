@@ -15,12 +15,11 @@
 //! before the manifest that has its hash, and never changed.
 
 use std::io::Read;
-use std::path::Path;
 
 use super::CHUNK_MAX;
 use super::id::ChunkId;
 use crate::format::{self, Fields, FormatError, HEADER, ReadError, What, size, size_of};
-use rekindle_os::durable;
+use rekindle_os::beneath::Beneath;
 
 /// Its name in the folder of the image.
 pub const FILE_NAME: &str = crate::names::CHUNKS;
@@ -155,12 +154,12 @@ impl ChunkMap {
         }
     }
 
-    /// Reads the file at `path`, whose hash is in the manifest.
+    /// Reads a file whose hash is in the manifest.
     ///
     /// # Errors
     /// When it cannot be read, or is not what was written.
-    pub fn read(path: &Path, expected: &blake3::Hash) -> Result<ChunkMap, ReadError> {
-        let bytes = read_bytes(path)?;
+    pub fn read(file: &Beneath, expected: &blake3::Hash) -> Result<ChunkMap, ReadError> {
+        let bytes = read_bytes(file)?;
         let is_same = blake3::hash(&bytes) == *expected;
         let checksum = FormatError::Checksum(What::Map);
         // Damage is reported before a mismatch with the manifest. A flipped bit in the version does not make the map a
@@ -170,27 +169,29 @@ impl ChunkMap {
             Ok(_) if !is_same => Err(checksum),
             parsed => parsed,
         };
-        map.map_err(|source| ReadError::Format { path: path.to_owned(), source })
+        map.map_err(|source| ReadError::Format { path: file.path().to_owned(), source })
     }
 
-    /// Reads the file at `path`, whatever manifest it belongs to; and its hash.
+    /// Reads a file, whatever manifest it belongs to; and its hash.
     ///
     /// # Errors
     /// When it cannot be read, or is not what was written.
-    pub(crate) fn read_any(path: &Path) -> Result<(ChunkMap, blake3::Hash), ReadError> {
-        let bytes = read_bytes(path)?;
-        let map = ChunkMap::parse(&bytes).map_err(|source| ReadError::Format { path: path.to_owned(), source })?;
+    pub(crate) fn read_any(file: &Beneath) -> Result<(ChunkMap, blake3::Hash), ReadError> {
+        let bytes = read_bytes(file)?;
+        let map = ChunkMap::parse(&bytes);
+        let map = map.map_err(|source| ReadError::Format { path: file.path().to_owned(), source })?;
         Ok((map, blake3::hash(&bytes)))
     }
 }
 
-fn read_bytes(path: &Path) -> Result<Vec<u8>, ReadError> {
-    let failed = |source| ReadError::Read { path: path.to_owned(), source };
-    let file = durable::open_for_reading(path).map_err(failed)?;
+fn read_bytes(place: &Beneath) -> Result<Vec<u8>, ReadError> {
+    let path = || place.path().to_owned();
+    let failed = |source| ReadError::Read { path: path(), source };
+    let file = place.read().map_err(failed)?;
     let found = file.metadata().map_err(failed)?.len();
     if found > MAX_BYTES {
         let source = FormatError::OutOfBounds { what: What::Map, field: "size", found, bound: MAX_BYTES };
-        return Err(ReadError::Format { path: path.to_owned(), source });
+        return Err(ReadError::Format { path: path(), source });
     }
     let mut bytes = Vec::with_capacity(usize::try_from(found).unwrap_or(0));
     file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(failed)?;

@@ -1,7 +1,6 @@
 //! The mark of a pack that no image needs: `NAME.gone`, one JSON object with the time.
 
-use std::fs;
-use std::io::{self, Read};
+use std::io;
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
@@ -44,7 +43,5 @@ pub(super) fn is_due(packs: &Packs, pack: PackName, grace: Duration, now: DateTi
 }
 
 fn read(packs: &Packs, pack: PackName) -> Option<Mark> {
-    let mut bytes = Vec::new();
-    fs::File::open(packs.gone_path(pack)).ok()?.take(MAX_BYTES).read_to_end(&mut bytes).ok()?;
-    serde_json::from_slice(&bytes).ok()
+    serde_json::from_slice(&packs.gone_path(pack).content(MAX_BYTES).ok()?).ok()
 }

@@ -21,7 +21,6 @@ use crate::pack::set::{Index, Packs};
 use crate::pack::stored::Stored;
 use crate::pack::writer::{Making, PackWriter};
 use crate::pack::{Entry, Location, PACK, PackName, RecordHeader};
-use rekindle_os::durable;
 
 use super::needed::Needed;
 
@@ -120,7 +119,7 @@ impl Copying<'_> {
     /// Copies the needed records of one pack, in their order.
     fn pack(&mut self, pack: PackName, lock: &WriterLock) -> Result<u64, Error> {
         let unreadable = |source: io::Error| Error::Copy { pack, source: source.into() };
-        let file: File = durable::open_for_reading(&self.packs.pack_path(pack)).map_err(unreadable)?;
+        let file: File = self.packs.pack_path(pack).read().map_err(unreadable)?;
         let contents = self.packs.pack_index(pack).map_err(|_| unreadable(io::ErrorKind::NotFound.into()))?;
         let mut entries: Vec<Entry> = contents.entries().to_vec();
         let is_kept = |entry: &Entry| self.index.kept(&entry.id, self.copies.count()).any(|place| place.pack == pack);

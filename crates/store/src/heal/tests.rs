@@ -57,7 +57,7 @@ impl Three {
             cancelled: &|| false,
             healing: Some(&healing),
         };
-        let healed = unpacking.unpack(&self.images[usize::from(n) - 1], &self.ground.folder, into.path())?;
+        let healed = unpacking.unpack(&self.images[usize::from(n) - 1], &self.ground.folder, &crate::tests::beneath(into.path()))?;
         for (path, content) in parts(n) {
             assert!(fs::read(into.path().join(path)).unwrap() == content, "{path}");
         }
@@ -107,7 +107,7 @@ impl ChunkSource for Copy<'_> {
         if !self.0.is_dir() {
             return Err(FetchError::Unavailable(format!("cannot read {}", self.0.display())));
         }
-        let packs = Packs::new(self.0.to_owned());
+        let packs = Packs::new(crate::tests::beneath(&self.0.to_owned()));
         let index = packs.index().unwrap();
         let mut stored = Stored::default();
         for id in wanted {
@@ -209,7 +209,7 @@ fn a_pack_that_is_gone_or_of_which_nothing_can_be_used_comes_back_too() {
     ] {
         let three = Three::new(Copies::One, None);
         let (_, places) = three.ground.first(&three.images[0]);
-        harm(&three.ground.folder.packs().pack_path(places[0].pack));
+        harm(three.ground.folder.packs().pack_path(places[0].pack).path());
         let healed = three.restore(3, three.there()).unwrap().unwrap();
         assert_eq!((healed.missing, healed.from_replica), (8, 8), "{healed:?}");
         three.restore(1, three.there()).unwrap().unwrap();
@@ -281,7 +281,7 @@ fn a_record_that_was_struck_does_not_take_the_place_of_the_whole_one_when_its_in
             let now = chrono::DateTime::from_timestamp(1_800_000_000 + seconds, 0).unwrap();
             crate::gc::collect(&three.ground.folder, &three.ground.lock, &bounds, now, &|| false).unwrap();
             if key.is_none() && of_store.is_some() {
-                assert!(!lost.exists(), "an index must not name what nobody has checked");
+                assert!(!lost.is_there(), "an index must not name what nobody has checked");
                 assert_eq!(three.ground.packs(".pack").len(), packs.len(), "nothing goes before it was checked");
             }
         }

@@ -1,3 +1,5 @@
+use std::path::Path;
+use std::path::PathBuf;
 use std::fs;
 use std::process::{Child, Command, Stdio};
 
@@ -12,7 +14,7 @@ fn job() -> JobName {
 }
 
 fn lock(folder: &Path) -> Result<WriterLock> {
-    acquire(folder, &job())
+    acquire(&crate::tests::beneath(folder), &job())
 }
 
 /// Takes a lock that was given back. A child that another test starts has it, too, until it executes its program.
@@ -27,7 +29,7 @@ fn lock_again(folder: &Path) -> WriterLock {
 }
 
 fn named(folder: &Path) -> Option<Holder> {
-    read_holder(&open(&folder.join(FILE_NAME), Create::No).unwrap()).unwrap()
+    read_holder(&crate::tests::beneath(folder).join(FILE_NAME).read().unwrap()).unwrap()
 }
 
 /// Writes a lock file that nobody has locked.
@@ -80,11 +82,11 @@ fn two_processes_do_not_hold_it_at_once() {
     let mut child = another(dir.path());
     let error = lock(dir.path()).unwrap_err();
     assert!(matches!(&error, Error::Supervised { holder: Some(h), .. } if h.pid == child.id()), "{error}");
-    assert!(matches!(writer(dir.path()).unwrap(), Writer::Known(holder) if holder.pid == child.id()));
+    assert!(matches!(writer(&crate::tests::beneath(dir.path())).unwrap(), Writer::Known(holder) if holder.pid == child.id()));
     child.kill().unwrap();
     child.wait().unwrap();
     assert_eq!(named(dir.path()).unwrap().pid, child.id(), "it could not give it back");
-    assert_eq!(writer(dir.path()).unwrap(), Writer::Nobody);
+    assert_eq!(writer(&crate::tests::beneath(dir.path())).unwrap(), Writer::Nobody);
     let lock = lock(dir.path()).unwrap();
     assert_eq!(lock.silent_holder(), None, "the pid says it all");
     assert_eq!(named(dir.path()).unwrap().pid, std::process::id());
@@ -116,7 +118,7 @@ fn another_machine_is_believed_while_it_gives_signs_of_life() {
         error.contains("last heartbeat was 4") && error.contains("is 5m old") && error.contains("/lock to continue"),
         "{error}"
     );
-    assert_eq!(writer(dir.path()).unwrap(), Writer::Known(named(dir.path()).unwrap()));
+    assert_eq!(writer(&crate::tests::beneath(dir.path())).unwrap(), Writer::Known(named(dir.path()).unwrap()));
     // A clock that was set back.
     leave(dir.path(), &elsewhere(), SystemTime::now() + Duration::from_secs(7200));
     assert!(matches!(lock(dir.path()), Err(Error::PerhapsSupervised { .. })));
@@ -130,7 +132,7 @@ fn another_machine_is_believed_while_it_gives_signs_of_life() {
 fn a_silent_machine_is_taken_over_from_and_named() {
     let dir = tempfile::tempdir().unwrap();
     leave(dir.path(), &elsewhere(), ago(STALE + Duration::from_secs(60)));
-    assert_eq!(writer(dir.path()).unwrap(), Writer::Nobody);
+    assert_eq!(writer(&crate::tests::beneath(dir.path())).unwrap(), Writer::Nobody);
     let lock = lock(dir.path()).unwrap();
     let (holder, silent) = lock.silent_holder().unwrap();
     assert!(holder.host == "elsewhere" && silent >= STALE, "{holder:?} {silent:?}");
@@ -272,7 +274,7 @@ fn waited_for(
     mut during: impl FnMut(u32, &Waiting<'_>),
 ) -> (Result<WriterLock>, Duration) {
     let (mut told, began) = (0, Instant::now());
-    let lock = wait::wait(folder, &job(), terms, &mut |waiting| {
+    let lock = wait::wait(&crate::tests::beneath(folder), &job(), terms, &mut |waiting| {
         told += 1;
         during(told, waiting);
     });

@@ -6,10 +6,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::watch::{Proof, Sign, Terms, Watch};
-use super::{Create, FILE_NAME, WriterLock, open, read_holder, take};
+use super::{FILE_NAME, WriterLock, read_holder, take};
 use crate::error::{Error, Result};
 use crate::holder::Holder;
 use crate::id::JobName;
+use rekindle_os::beneath::Beneath;
 
 /// Why the lock is not there yet: a holder on another machine, which may be dead.
 #[derive(Debug)]
@@ -34,16 +35,16 @@ pub enum Until {
 }
 
 pub(super) fn wait(
-    folder: &Path,
+    folder: &Beneath,
     job: &JobName,
     terms: &Terms,
     tell: &mut dyn FnMut(&Waiting<'_>),
 ) -> Result<WriterLock> {
-    let (path, here) = (folder.join(FILE_NAME), Holder::this_process().boot_id);
+    let (named, here) = (folder.join(FILE_NAME), Holder::this_process().boot_id);
     let mut watch: Option<Watch> = None;
     loop {
         let mut is_silent = true;
-        if let Some(sign) = sign(&path).map_err(|source| Error::Read { path: path.clone(), source })? {
+        if let Some(sign) = sign(&named).map_err(|source| Error::Read { path: named.path().to_owned(), source })? {
             let now = Instant::now();
             match &mut watch {
                 Some(watch) => is_silent = watch.sees(&sign, terms.gap, now),
@@ -66,15 +67,15 @@ pub(super) fn wait(
         if !is_silent || holder.boot_id == here || (until == Until::Refused && left.is_zero()) {
             return Err(error);
         }
-        tell(&Waiting { file: &path, holder, until, left });
+        tell(&Waiting { file: named.path(), holder, until, left });
         thread::sleep(terms.look);
     }
 }
 
 /// The holder that the file names, and its time stamp. The file is opened by name, so that a network file system asks its
 /// server.
-fn sign(path: &Path) -> io::Result<Option<Sign>> {
-    let file = match open(path, Create::No) {
+fn sign(named: &Beneath) -> io::Result<Option<Sign>> {
+    let file = match named.read() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         file => file?,
     };

@@ -1,3 +1,4 @@
+use std::path::Path;
 use super::*;
 use crate::chunk::{CHUNK_MAX, ChunkId, Key};
 use crate::tests::manifest;

@@ -11,14 +11,13 @@
 //! an index, whose records are found by reading them; after 4 everything. A pack that no image refers to is unneeded,
 //! and is removed as such.
 
-use std::fs;
 use std::io;
-use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::{self, JoinHandle};
 
 use super::{Entry, PackIndex, PackName, Packs};
 use crate::{FileError, failed};
+use rekindle_os::beneath::Beneath;
 use rekindle_os::direct::{Aligned, DirectFile, Way};
 use rekindle_os::durable::{self, TEMP_PREFIX};
 use rekindle_os::point::{Step, point};
@@ -110,7 +109,7 @@ impl Drop for Disk {
 /// A pack before step 3. It is removed if this is dropped.
 struct Temporary {
     name: PackName,
-    path: PathBuf,
+    path: Beneath,
     file: DirectFile,
     kept: bool,
 }
@@ -139,7 +138,7 @@ impl Drop for Temporary {
     fn drop(&mut self) {
         if !self.kept {
             // If it cannot be removed now, the next start removes it.
-            let _ = fs::remove_file(&self.path);
+            let _ = self.path.remove_file();
         }
     }
 }

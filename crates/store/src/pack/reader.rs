@@ -231,8 +231,9 @@ impl Reading<'_> {
     }
 
     fn open(&self, at: &Location) -> Result<DirectFile, ReadChunkError> {
-        let path = self.packs.pack_path(at.pack);
-        DirectFile::open(&path, self.way).map_err(|source| ReadChunkError::Read { path, offset: at.offset, source })
+        let pack = self.packs.pack_path(at.pack);
+        let failed = |source| ReadChunkError::Read { path: pack.path().to_owned(), offset: at.offset, source };
+        DirectFile::open(&pack, self.way).map_err(failed)
     }
 
     /// Reads one record separately.
@@ -240,7 +241,7 @@ impl Reading<'_> {
         let len = usize::try_from(at.record_len()).unwrap_or(usize::MAX);
         let mut memory = Aligned::new(span(at.offset, len).2);
         let record = self.open(at)?.read_at(&mut memory, at.offset, len).map_err(|source| ReadChunkError::Read {
-            path: self.packs.pack_path(at.pack),
+            path: self.packs.pack_path(at.pack).path().to_owned(),
             offset: at.offset,
             source,
         })?;
@@ -267,7 +268,7 @@ impl Reading<'_> {
                 false => record::raw(record, id, key, scratch),
             }
         });
-        let path = || self.packs.pack_path(at.pack);
+        let path = || self.packs.pack_path(at.pack).path().to_owned();
         done.map_err(|source| ReadChunkError::Format { id: *id, path: path(), offset: at.offset, source })
     }
 }

@@ -9,10 +9,9 @@ mod table;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
 
 pub use name::PackName;
 pub(crate) use table::PackInfo;
@@ -22,7 +21,8 @@ use super::index::{self, MAX_BYTES, PackIndex, Scan, ScanError};
 use super::record::{HEADER_BYTES, PackHeader};
 use crate::error::{Error, Result};
 use crate::format::{FormatError, ReadError, What};
-use rekindle_os::{durable, parallel};
+use rekindle_os::beneath::Beneath;
+use rekindle_os::parallel;
 
 /// Suffix of the name of a pack.
 pub(crate) const PACK_SUFFIX: &str = ".pack";
@@ -37,7 +37,7 @@ const READ_AT_ONCE: usize = 256;
 /// The folder with the packs of a job.
 #[derive(Debug, Clone)]
 pub struct Packs {
-    dir: PathBuf,
+    dir: Beneath,
 }
 
 /// A problem with a pack.
@@ -79,31 +79,31 @@ struct Files {
 impl Packs {
     /// The packs in this folder, which may not exist.
     #[must_use]
-    pub(crate) fn new(dir: PathBuf) -> Packs {
+    pub(crate) fn new(dir: Beneath) -> Packs {
         Packs { dir }
     }
 
     /// The folder.
     #[must_use]
-    pub fn dir(&self) -> &Path {
+    pub fn dir(&self) -> &Beneath {
         &self.dir
     }
 
-    /// The path of the pack.
+    /// The file of the pack.
     #[must_use]
-    pub fn pack_path(&self, name: PackName) -> PathBuf {
+    pub fn pack_path(&self, name: PackName) -> Beneath {
         self.dir.join(format!("{name}{PACK_SUFFIX}"))
     }
 
-    /// The path of its index.
+    /// The file of its index.
     #[must_use]
-    pub fn index_path(&self, name: PackName) -> PathBuf {
+    pub fn index_path(&self, name: PackName) -> Beneath {
         self.dir.join(format!("{name}{INDEX_SUFFIX}"))
     }
 
-    /// The path of its mark for removal.
+    /// The file of its mark for removal.
     #[must_use]
-    pub fn gone_path(&self, name: PackName) -> PathBuf {
+    pub fn gone_path(&self, name: PackName) -> Beneath {
         self.dir.join(format!("{name}{GONE_SUFFIX}"))
     }
 
@@ -121,7 +121,7 @@ impl Packs {
     /// [`Error::Read`] if the folder cannot be listed.
     pub fn keys(&self) -> Result<BTreeSet<[u8; 16]>> {
         let key = |name: PackName| {
-            let file = durable::open_for_reading(&self.pack_path(name)).ok()?;
+            let file = self.pack_path(name).read().ok()?;
             let header = read_header(&file, file.metadata().ok()?.len()).ok()?;
             PackHeader::parse(&header).ok()?.key
         };
@@ -172,24 +172,22 @@ impl Packs {
     /// When it cannot be read, or is not a pack of ours.
     pub(crate) fn scan(&self, name: PackName) -> std::result::Result<Scan, ReadError> {
         let path = self.pack_path(name);
-        let failed = |source| ReadError::Read { path: path.clone(), source };
-        let file = durable::open_for_reading(&path).map_err(failed)?;
+        let failed = |source| ReadError::Read { path: path.path().to_owned(), source };
+        let file = path.read().map_err(failed)?;
         let pack_len = file.metadata().map_err(failed)?.len();
         index::scan(pack_len, |at, bytes| file.read_exact_at(bytes, at)).map_err(|error| match error {
             ScanError::Read(source) => failed(source),
-            ScanError::Format(source) => ReadError::Format { path: path.clone(), source },
+            ScanError::Format(source) => ReadError::Format { path: path.path().to_owned(), source },
         })
     }
 
     fn list(&self) -> Result<BTreeMap<PackName, Files>> {
-        let failed = |source| Error::Read { path: self.dir.clone(), source };
-        let entries = match fs::read_dir(&self.dir) {
+        let names = match self.dir.list() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeMap::new()),
-            entries => entries.map_err(failed)?,
+            names => names.map_err(|source| Error::Read { path: self.dir.path().to_owned(), source })?,
         };
         let mut packs: BTreeMap<PackName, Files> = BTreeMap::new();
-        for entry in entries {
-            let name = entry.map_err(failed)?.file_name();
+        for name in names {
             let Some((stem, suffix)) = name.to_str().and_then(|name| Some(name.split_at(name.find('.')?))) else {
                 continue;
             };
@@ -209,7 +207,7 @@ impl Packs {
             true => self.read_index(name).and_then(|pack| self.fits(name, pack)),
             false => {
                 let path = self.index_path(name);
-                Err(ReadError::Read { path, source: io::ErrorKind::NotFound.into() })
+                Err(ReadError::Read { path: path.path().to_owned(), source: io::ErrorKind::NotFound.into() })
             }
         };
         let why = match read {
@@ -232,9 +230,9 @@ impl Packs {
     /// If it cannot be read, or differs from what was written.
     pub(crate) fn read_index(&self, name: PackName) -> std::result::Result<PackIndex, ReadError> {
         let path = self.index_path(name);
-        let failed = |source| ReadError::Read { path: path.clone(), source };
-        let wrong = |source| ReadError::Format { path: path.clone(), source };
-        let file = durable::open_for_reading(&path).map_err(failed)?;
+        let failed = |source| ReadError::Read { path: path.path().to_owned(), source };
+        let wrong = |source| ReadError::Format { path: path.path().to_owned(), source };
+        let file = path.read().map_err(failed)?;
         let found = file.metadata().map_err(failed)?.len();
         if found > MAX_BYTES {
             return Err(wrong(FormatError::OutOfBounds { what: What::Index, field: "size", found, bound: MAX_BYTES }));
@@ -247,9 +245,9 @@ impl Packs {
     /// Checks that an index belongs to this pack, which has the length in the index then.
     fn fits(&self, name: PackName, pack: PackIndex) -> std::result::Result<(PackHeader, PackIndex), ReadError> {
         let path = self.pack_path(name);
-        let failed = |source| ReadError::Read { path: path.clone(), source };
-        let wrong = |source| ReadError::Format { path: path.clone(), source };
-        let file = durable::open_for_reading(&path).map_err(failed)?;
+        let failed = |source| ReadError::Read { path: path.path().to_owned(), source };
+        let wrong = |source| ReadError::Format { path: path.path().to_owned(), source };
+        let file = path.read().map_err(failed)?;
         let found = file.metadata().map_err(failed)?.len();
         crate::format::check_size(What::Pack, found, pack.pack_len()).map_err(wrong)?;
         let header = read_header(&file, found).map_err(failed)?;
@@ -257,7 +255,7 @@ impl Packs {
     }
 
     fn pack_len(&self, name: PackName) -> io::Result<u64> {
-        Ok(fs::metadata(self.pack_path(name))?.len())
+        Ok(self.pack_path(name).metadata()?.len())
     }
 }
 

@@ -93,7 +93,7 @@ impl<'a> Known<'a> {
         let mut revived = lock(&self.revived);
         if !revived.contains(&pack) {
             let path = self.packs.gone_path(pack);
-            durable::remove_file(&path).map_err(|source| Error::Remove { path, source })?;
+            durable::remove_file(&path).map_err(|source| Error::Remove { path: path.path().to_owned(), source })?;
             revived.insert(pack);
         }
         Ok(())

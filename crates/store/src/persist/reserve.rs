@@ -3,11 +3,11 @@
 //! Room is made before an image is packed, for what it is expected to add. If it adds more, packing ends before it takes
 //! what must stay free. Second copies are made only of what is left besides: without one, content is as safe as before.
 
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::Error;
 use crate::folders::free_space;
+use rekindle_os::beneath::Beneath;
 
 /// The free space is read again each time so many bytes were written. Up to three buffers of each thread are not on the
 /// disk yet at that time.
@@ -16,7 +16,7 @@ const STEP: u64 = 8 << 20;
 /// What must stay free.
 #[derive(Debug)]
 pub(super) struct Reserve {
-    packs: PathBuf,
+    packs: Option<Beneath>,
     min_free: u64,
     written: AtomicU64,
     /// Bytes for second copies.
@@ -28,11 +28,11 @@ pub(super) struct Reserve {
 impl Reserve {
     /// Everything may be used.
     pub(super) fn none() -> Reserve {
-        Reserve::new(PathBuf::new(), 0, u64::MAX)
+        Reserve::new(None, 0, u64::MAX)
     }
 
     /// Ends packing when less than `min_free` bytes are free beside these packs. Second copies may take `spare` bytes.
-    pub(super) fn new(packs: PathBuf, min_free: u64, spare: u64) -> Reserve {
+    pub(super) fn new(packs: Option<Beneath>, min_free: u64, spare: u64) -> Reserve {
         Reserve {
             packs,
             min_free,
@@ -71,7 +71,8 @@ impl Reserve {
         if self.min_free == 0 || before / STEP == before.saturating_add(bytes) / STEP {
             return Ok(());
         }
-        let free = free_space(&self.packs)?;
+        let Some(packs) = &self.packs else { return Ok(()) };
+        let free = free_space(packs)?;
         if free < self.min_free { Err(Error::MinFree { free, min_free: self.min_free }) } else { Ok(()) }
     }
 }

@@ -55,7 +55,7 @@ pub fn store(
     let whole = image.data().unwrap_or_else(|_| image.manifest().map_or(0, |manifest| manifest.bytes));
     survey::make_room(folder, lock, limits, whole, Written::Packed)?;
     for _ in 1..ATTEMPTS {
-        let free = survey::free_space(folder.path()).map_err(NoRoom::from)?;
+        let free = survey::free_space(folder.dir()).map_err(NoRoom::from)?;
         let predicted = predicted(image, folder)?;
         let error = match attempt(image, folder, lock, limits, packing, predicted, progress, cancelled) {
             Err(error) if error.is_full() => error,
@@ -108,7 +108,7 @@ fn attempt(
     let packs = folder.packs_dir();
     let needed = limits.min_free.saturating_add(predicted).saturating_add(BESIDE_AT_LEAST);
     let spare = survey::free_space(&packs)?.saturating_sub(needed);
-    let reserve = Reserve::new(packs, limits.min_free, spare);
+    let reserve = Reserve::new(Some(packs), limits.min_free, spare);
     persist_within(image, folder, lock, packing, reserve, progress, cancelled)
 }
 

@@ -2,12 +2,11 @@
 //! contiguous, and a restore reads it sequentially. Holes are passed over: a job creates exabytes of them with one call.
 
 use std::fs::File;
-use std::path::{Path, PathBuf};
 
 use crate::chunk::Cutter;
 use crate::chunk::cut::Cuts;
 use crate::manifest::Part;
-use rekindle_os::durable;
+use rekindle_os::beneath::Beneath;
 
 /// Approximate bytes of a stretch.
 pub(super) const STRETCH: u64 = 32 << 20;
@@ -28,7 +27,7 @@ pub(super) struct Stretch {
 /// Returns one stretch after the other. Its memory does not grow with the image.
 pub(super) struct Stretches {
     cutter: Cutter,
-    dir: PathBuf,
+    dir: Beneath,
     /// The parts that were not begun, in reverse order.
     parts: Vec<(usize, Part)>,
     open: Option<Open>,
@@ -43,9 +42,9 @@ struct Open {
 }
 
 impl Stretches {
-    pub(super) fn new(dir: &Path, parts: &[Part]) -> Stretches {
+    pub(super) fn new(dir: &Beneath, parts: &[Part]) -> Stretches {
         let parts = parts.iter().cloned().enumerate().rev().collect();
-        Stretches { cutter: Cutter::new(dir), dir: dir.to_owned(), parts, open: None, number: 0 }
+        Stretches { cutter: Cutter::new(dir), dir: dir.clone(), parts, open: None, number: 0 }
     }
 }
 
@@ -58,7 +57,7 @@ impl Iterator for Stretches {
                 Some(open) => open,
                 None => {
                     let (number, part) = self.parts.pop()?;
-                    let file = durable::open_for_reading(&self.dir.join(&part.path)).ok();
+                    let file = part.path.open(&self.dir).ok();
                     let cuts = self.cutter.cuts(&part.path, part.size);
                     self.open.insert(Open { part: number, cuts, file })
                 }
@@ -94,7 +93,7 @@ mod tests {
         let sizes = [0, 1, STRETCH, 3 * STRETCH + 1, 0, 5];
         let part = |(n, size): (usize, &u64)| Part { path: (&format!("p{n}")).into(), size: *size, blake3: None };
         let parts: Vec<Part> = sizes.iter().enumerate().map(part).collect();
-        let stretches: Vec<Stretch> = Stretches::new(dir.path(), &parts).collect();
+        let stretches: Vec<Stretch> = Stretches::new(&crate::tests::beneath(dir.path()), &parts).collect();
         let mut ends = [0; 6];
         for (n, stretch) in stretches.iter().enumerate() {
             assert_eq!(stretch.number, n + 1);

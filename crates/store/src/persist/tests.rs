@@ -59,7 +59,7 @@ impl Ground {
         fs::write(slot.join("manifest.json"), manifest.to_bytes(&Default::default()).unwrap()).unwrap();
         Image {
             id: manifest.id,
-            dir: slot,
+            dir: crate::tests::beneath(&slot),
             state: State::Good(Box::new(manifest)),
             place: Place::Staged,
             trust: Default::default(),
@@ -77,7 +77,7 @@ impl Ground {
     pub(crate) fn unpack(&self, image: &Image, key: Option<&Key>) -> Result<tempfile::TempDir, unpack::Error> {
         let into = tempfile::tempdir_in(self.dir.path()).unwrap();
         let progress = Progress::default();
-        unpack(image, &self.folder, into.path(), key, 2, &progress, &|| false)?;
+        unpack(image, &self.folder, &crate::tests::beneath(into.path()), key, 2, &progress, &|| false)?;
         let bytes = image.manifest().unwrap().bytes;
         assert_eq!(progress.bytes(), (bytes, bytes));
         Ok(into)

@@ -2,7 +2,6 @@
 
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
@@ -19,7 +18,8 @@ use crate::format::HEADER;
 use crate::image::{Image, Place};
 use crate::manifest::Manifest;
 use crate::pack::{Making, PackWriter, Packs};
-use rekindle_os::{durable, sparse};
+use rekindle_os::beneath::Beneath;
+use rekindle_os::sparse;
 
 /// Shared by all workers.
 pub(super) struct Work<'a> {
@@ -83,7 +83,7 @@ impl Work<'_> {
     ) -> Result<Vec<Extent>, Error> {
         let path = self.part_path(stretch.part);
         let failed = |source| self.failed(&path, source);
-        let file = durable::open_for_reading(&path).map_err(failed)?;
+        let file = path.read().map_err(failed)?;
         let size = file.metadata().map_err(failed)?.len();
         let mut extents = Vec::with_capacity(stretch.pieces.len() + 1);
         if stretch.zeros > 0 {
@@ -138,15 +138,15 @@ impl Work<'_> {
         Ok(extents)
     }
 
-    fn part_path(&self, part: usize) -> PathBuf {
+    fn part_path(&self, part: usize) -> Beneath {
         let name = self.manifest.parts.get(part).map_or("", |part| part.path.as_str());
         self.image.dir.join(name)
     }
 
-    fn failed(&self, path: &std::path::Path, source: io::Error) -> Error {
+    fn failed(&self, path: &Beneath, source: io::Error) -> Error {
         match (self.pace.cancelled)() {
             true => Error::Cancelled,
-            false => Error::Copy { path: path.to_owned(), source },
+            false => Error::Copy { path: path.path().to_owned(), source },
         }
     }
 }

@@ -87,7 +87,7 @@ pub(super) fn look(images: &[Image], known: &Known, hold: &Hold<'_>) -> Result<V
         hold.keep()?;
         let Some((loss, what)) = lost_of(image, known) else { continue };
         // The supervisor has removed it meanwhile, and perhaps its packs.
-        if !image.dir.exists() {
+        if !image.dir.is_there() {
             continue;
         }
         if loss == Loss::Certain && image.is_good() && hold.may_write()? {

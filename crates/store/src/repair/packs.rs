@@ -46,7 +46,7 @@ impl PackRepairs<'_> {
             self.progress.add(usize::try_from(bytes).unwrap_or(usize::MAX));
             self.hold.keep()
         };
-        let file = match durable::open_for_reading(&self.packs.pack_path(name)) {
+        let file = match self.packs.pack_path(name).read() {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return self.without_pack(name),
             Err(error) => return left_alone(unreadable(&error)),
@@ -73,7 +73,7 @@ impl PackRepairs<'_> {
         let lost = match self.packs.read_index(name) {
             Err(ReadError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => return Ok(None),
             // It was created and removed while the lock was not held.
-            _ if self.packs.pack_path(name).exists() => return Ok(None),
+            _ if self.packs.pack_path(name).is_there() => return Ok(None),
             index => index.map_or_else(|_| "all of it".to_owned(), |index| of_records(index.entries().len())),
         };
         self.carry_out(name, &Plan { remove_index: true, ..Plan::default() }, None)?;

@@ -71,11 +71,11 @@ impl Case {
     }
 
     fn pack(&self, n: usize) -> PathBuf {
-        self.dir().pack_path(self.packs[n])
+        self.dir().pack_path(self.packs[n]).path().to_owned()
     }
 
     fn index(&self, n: usize) -> PathBuf {
-        self.dir().index_path(self.packs[n])
+        self.dir().index_path(self.packs[n]).path().to_owned()
     }
 
     fn id(&self, n: usize) -> ImageId {
@@ -246,7 +246,7 @@ impl ChunkSource for Away {
 impl Ground {
     fn unpack_any(&self, image: &Image, key: Option<&Key>) -> Result<tempfile::TempDir, crate::unpack::Error> {
         let into = tempfile::tempdir_in(self.dir.path()).unwrap();
-        crate::unpack::unpack(image, &self.folder, into.path(), key, 1, &Progress::default(), &|| false)?;
+        crate::unpack::unpack(image, &self.folder, &crate::tests::beneath(into.path()), key, 1, &Progress::default(), &|| false)?;
         Ok(into)
     }
 }
@@ -322,7 +322,7 @@ fn who_was_taken_over_writes_nothing_more() {
 #[test]
 fn a_damaged_image_goes_in_its_time_and_holds_up_nothing() {
     let case = Case::new(None);
-    flip(&case.images[1].0.dir.join("chunks"), 70);
+    flip(case.images[1].0.dir.join("chunks").path(), 70);
     case.repair();
     let marked = Image::load(&case.images[1].0.dir, case.id(1), &Default::default());
     let State::Bad { mark, .. } = &marked.state else { panic!("{marked:?}") };
@@ -335,9 +335,9 @@ fn a_damaged_image_goes_in_its_time_and_holds_up_nothing() {
     assert_eq!(rotate().1, [], "a bad one stays for a while");
     // A newer bad image replaces it.
     let third = case.ground.persist(&case.ground.stage(3, &second())).unwrap();
-    flip(&third.dir.join("chunks"), 70);
+    flip(third.dir.join("chunks").path(), 70);
     case.repair();
     assert_eq!(rotate().1, [case.id(1)]);
-    assert!(!case.images[1].0.dir.exists());
+    assert!(!case.images[1].0.dir.is_there());
     case.collect().unwrap();
 }

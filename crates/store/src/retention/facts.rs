@@ -122,7 +122,9 @@ impl From<&Image> for Facts {
             State::Bad { .. } => FactKind::Bad,
             State::Damaged { why } => match why.kind {
                 DamageKind::Broken => FactKind::Bad,
-                DamageKind::Newer | DamageKind::Unreadable | DamageKind::Untrusted => FactKind::Unknown,
+                DamageKind::Newer | DamageKind::Unreadable | DamageKind::Unexpected | DamageKind::Untrusted => {
+                    FactKind::Unknown
+                },
             },
         };
         Facts {

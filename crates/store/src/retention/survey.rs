@@ -3,7 +3,6 @@
 use std::collections::HashSet;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::{fs, io};
 
 use chrono::{DateTime, Utc};
 
@@ -20,6 +19,7 @@ use crate::lock::WriterLock;
 use crate::options::Copies;
 use crate::pack::PackName;
 use crate::pack::set::PackInfo;
+use rekindle_os::beneath::Beneath;
 
 /// The images of a job in the store, their sizes, and the available space.
 #[derive(Debug)]
@@ -129,7 +129,7 @@ impl Survey {
             if stuck.is_none() { unneeded.map(|pack| pack.pack_len).sum() } else { 0 }
         };
         let (pending, marked) = (bytes(&|_| true), bytes(&|pack| pack.gone));
-        let free = free_space(folder.path())?;
+        let free = free_space(folder.dir())?;
         let sizes = sizes.finish(newest.map(|chunks| chunks.stored));
         let sizes = if stuck.is_none() { sizes } else { sizes.stuck() };
         let stuck = stuck.map(Box::new);
@@ -316,17 +316,15 @@ fn remove_all(folder: &JobFolder, lock: &WriterLock, ids: impl IntoIterator<Item
 
 /// Bytes that a folder occupies on the disk. What cannot be examined counts as zero, so the freed space is never
 /// overestimated.
-fn allocated(dir: &Path) -> u64 {
-    let entries = |path: &Path| -> io::Result<Vec<fs::DirEntry>> { fs::read_dir(path)?.collect() };
-    let mut open = vec![dir.to_owned()];
+fn allocated(dir: &Beneath) -> u64 {
+    let mut open = vec![dir.clone()];
     let mut sum = 0_u64;
     while let Some(folder) = open.pop() {
-        for entry in entries(&folder).unwrap_or_default() {
-            let Ok(meta) = entry.metadata() else { continue };
+        for (entry, meta) in folder.entries().unwrap_or_default() {
             // In units of 512 bytes, whatever the block size of the file system is (stat(2)).
             sum = sum.saturating_add(meta.blocks().saturating_mul(512));
             if meta.is_dir() {
-                open.push(entry.path());
+                open.push(entry);
             }
         }
     }

@@ -5,75 +5,25 @@
 //! other stores, and of jobs whose folder is gone, through the mount table and the note that each area has about its
 //! owner ([`elsewhere`]). Invariant: nothing is freed that a job could still continue from, unless the user says so.
 
-use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 
-use nix::mount::{MntFlags, umount2};
-use serde::{Deserialize, Serialize};
+use nix::mount::MntFlags;
+use serde::Serialize;
 
-use super::{Area, Error, LINK, Medium, SOURCE, Slot, failed};
+use super::mounted::{self, Owner};
+use super::{Area, Medium, Slot};
 use crate::error::Result;
 use crate::folder::JobFolder;
 use crate::holder::Holder;
 use crate::id::{ImageId, JobName};
 use crate::image::Image;
 use crate::lock::Writer;
+use crate::manifest::Manifest;
 use crate::record::Outcome;
 use crate::store::{Access, Store};
 use crate::trust::Trust;
-use crate::{links, rights};
-use rekindle_os::{durable, mounts};
-
-/// The note about its owner, in an area in memory.
-const OWNER: &str = "owner.json";
-/// Maximum size of that note.
-const MAX_BYTES: u64 = 64 << 10;
-
-/// Whose area it is.
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(super) struct Owner {
-    job: JobName,
-    /// The job's folder.
-    folder: PathBuf,
-    /// The supervisor that opened the area last.
-    supervisor: Holder,
-}
-
-impl Owner {
-    /// This process, as the supervisor of the job.
-    pub(super) fn of(folder: &JobFolder) -> Owner {
-        let (job, path) = (folder.name().clone(), folder.path().to_owned());
-        Owner { job, folder: path, supervisor: Holder::this_process() }
-    }
-
-    /// Replaces the note in an area. It need not be durable: the area is not, either.
-    pub(super) fn write(&self, area: &Path) -> io::Result<()> {
-        durable::replace_file(&area.join(OWNER), &serde_json::to_vec_pretty(self)?, 0o600)
-    }
-
-    fn read(area: &Path) -> Option<Owner> {
-        let file = durable::open_for_reading(&area.join(OWNER)).ok()?;
-        serde_json::from_reader(io::Read::take(file, MAX_BYTES)).ok()
-    }
-
-    /// Whether the supervisor may be alive. One in another PID namespace cannot be seen from here.
-    fn may_live(&self) -> bool {
-        self.supervisor.may_live()
-    }
-
-    /// Whether nothing can be found out about it: its supervisor cannot be seen from here, nor can its job's folder.
-    fn is_out_of_sight(&self) -> bool {
-        let elsewhere = self.supervisor.pid_namespace != Holder::this_process().pid_namespace;
-        elsewhere && self.open(&Trust::default()).is_err()
-    }
-
-    fn open(&self, trust: &Trust) -> Result<JobFolder> {
-        let store = self.folder.parent().unwrap_or(&self.folder);
-        Store::open(store, Access::Read)?.with_trust(trust.clone()).job(&self.job)
-    }
-}
+use crate::{FileError, links};
+use rekindle_os::beneath::Beneath;
 
 /// What to do with memory that has the only copy of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -167,27 +117,25 @@ impl Leftover {
     }
 
     /// The area that is mounted here, unless its supervisor may be alive.
-    fn mounted(point: &Path, trust: &Trust) -> Option<Leftover> {
-        rights::check(point).ok()?;
-        let owner = Owner::read(point)?;
+    fn mounted(dir: Beneath, trust: &Trust) -> Option<Leftover> {
+        let owner = Owner::read(&dir)?;
         let folder = owner.open(trust);
         if let Ok(folder) = &folder
             && !is_run_elsewhere(folder)
-            && fs::read_link(folder.path().join(LINK)).is_ok_and(|target| target == point)
+            && mounted::of(folder).is_some_and(|its| its == dir)
         {
-            return Leftover::of(folder).ok()?.into_iter().find(|left| left.path == point);
+            return Leftover::of(folder).ok()?.into_iter().find(|left| left.path == dir.path());
         }
         if owner.may_live() {
             return None;
         }
-        let area = area_at(point, &owner.folder, trust)?;
+        let area = Area::of(dir, Medium::Memory, trust).ok()?;
         if let Ok(left) = folder.and_then(|folder| Leftover::judge(&folder, &area)) {
             return Some(left);
         }
         // The job was removed, or its store cannot be read. Any image may be the only copy.
         let needed = area.images().into_iter().map(|image| image.id).next();
-        let store = owner.folder.parent().unwrap_or(&owner.folder);
-        Some(Leftover::new(&owner.job, store, &area, needed))
+        Some(Leftover::new(&owner.job, owner.store(), &area, needed))
     }
 
     /// Frees it, unless it is in use again, or is needed and to be kept. Answers whether it is free now.
@@ -207,7 +155,7 @@ impl Leftover {
             area.slots().iter().for_each(|slot| folder.drop_links(slot));
             return area.close().is_ok();
         }
-        match Leftover::mounted(&self.path, trust) {
+        match mounted::at(&self.path).and_then(|dir| Leftover::mounted(dir, trust)) {
             Some(left) if may_go(&left) => self.unmount(folder.as_ref().ok(), trust).is_ok(),
             _ => false,
         }
@@ -215,15 +163,17 @@ impl Leftover {
 
     /// Unmounts an area without a job, or whose job runs elsewhere. Never by force: a file that is open there means that
     /// it is in use. Links that the store's copy of an image needs stay, as in [`JobFolder::drop_links`].
-    fn unmount(&self, folder: Option<&JobFolder>, trust: &Trust) -> Result<(), Error> {
-        let area = area_at(&self.path, &self.store.join(self.job.as_str()), trust);
-        let mut images: Vec<Image> = area.map(|area| area.images()).unwrap_or_default();
-        images.retain(|image| !folder.is_some_and(|folder| folder.is_stored(image.id)));
-        umount2(&self.path, MntFlags::empty()).map_err(|error| failed("unmount", &self.path)(error.into()))?;
-        for manifest in images.iter().filter_map(Image::manifest) {
+    fn unmount(&self, folder: Option<&JobFolder>, trust: &Trust) -> std::result::Result<(), FileError> {
+        let area = mounted::at(&self.path).and_then(|dir| Area::of(dir, Medium::Memory, trust).ok());
+        let images = area.map(|area| area.images()).unwrap_or_default().into_iter();
+        let images = images.filter(|image| !folder.is_some_and(|folder| folder.is_stored(image.id)));
+        // Only the manifests stay: what has the area open is in its way.
+        let manifests: Vec<Manifest> = images.filter_map(|image| image.manifest().cloned()).collect();
+        mounted::unmount(&self.path, MntFlags::empty())?;
+        for manifest in &manifests {
             manifest.saved_links.iter().for_each(|link| links::remove(manifest, link));
         }
-        Ok(fs::remove_dir(&self.path).map_err(failed("remove", &self.path))?)
+        Ok(())
     }
 }
 
@@ -233,16 +183,11 @@ fn is_run_elsewhere(folder: &JobFolder) -> bool {
     matches!(folder.writer(), Ok(Writer::Known(holder)) if holder.boot_id != here)
 }
 
-fn area_at(point: &Path, folder: &Path, trust: &Trust) -> Option<Area> {
-    let device = std::os::unix::fs::MetadataExt::dev(&fs::metadata(point).ok()?);
-    let (path, link) = (point.to_owned(), folder.join(LINK));
-    Some(Area { path, medium: Medium::Memory, device, link, trust: trust.clone() })
-}
-
-/// The mount points of areas in memory below `base`.
-fn mount_points(base: &Path) -> impl Iterator<Item = PathBuf> {
-    let ours = mounts::of("self").unwrap_or_default().into_iter().filter(|mount| mount.source == SOURCE);
-    ours.map(|mount| mount.point).filter(move |point| point.starts_with(base))
+/// The areas in memory below `base`.
+fn areas(base: &Path) -> impl Iterator<Item = Beneath> {
+    // A path without links, as the mount table has it.
+    let base = base.canonicalize().unwrap_or_else(|_| base.to_owned());
+    mounted::all().into_iter().filter(move |dir| dir.path().starts_with(&base))
 }
 
 /// The leftovers of all jobs of this store. Jobs whose folder cannot be read are skipped.
@@ -257,14 +202,14 @@ pub fn find(store: &Store) -> Vec<Leftover> {
 #[must_use]
 pub fn elsewhere(base: &Path, store: &Path, trust: &Trust) -> Vec<Leftover> {
     // A store without links in its path, as areas note it.
-    let store = fs::canonicalize(store).unwrap_or_else(|_| store.to_owned());
+    let store = store.canonicalize().unwrap_or_else(|_| store.to_owned());
     let is_elsewhere = |left: &Leftover| {
         let folder = Store::open(&left.store, Access::Read).and_then(|it| it.with_trust(trust.clone()).job(&left.job));
         folder.is_ok_and(|folder| is_run_elsewhere(&folder))
     };
     let is_found =
         |left: &Leftover| left.store == store && store.join(left.job.as_str()).is_dir() && !is_elsewhere(left);
-    mount_points(base).filter_map(|point| Leftover::mounted(&point, trust)).filter(|left| !is_found(left)).collect()
+    areas(base).filter_map(|dir| Leftover::mounted(dir, trust)).filter(|left| !is_found(left)).collect()
 }
 
 /// Frees all leftovers that are not needed, except those of one job. Returns what was freed, and what remains.
@@ -279,7 +224,7 @@ pub fn release(store: &Store, except: &JobName) -> (Vec<Leftover>, Vec<Leftover>
 #[must_use]
 pub fn strangers(base: &Path, store: &Store) -> Vec<PathBuf> {
     let jobs = store.jobs().unwrap_or_default().into_iter().filter_map(|job| store.job(&job).ok());
-    let known: Vec<PathBuf> = jobs.flat_map(|folder| Area::all_of(&folder)).map(|area| area.path).collect();
-    let is_strange = |point: &PathBuf| Owner::read(point).is_none_or(|owner| owner.is_out_of_sight());
-    mount_points(base).filter(|point| !known.contains(point) && is_strange(point)).collect()
+    let known: Vec<Beneath> = jobs.flat_map(|folder| Area::all_of(&folder)).map(|area| area.dir).collect();
+    let is_strange = |dir: &Beneath| Owner::read(dir).is_none_or(|owner| owner.is_out_of_sight());
+    areas(base).filter(|dir| !known.contains(dir) && is_strange(dir)).map(|dir| dir.path().to_owned()).collect()
 }

@@ -1,19 +1,19 @@
 //! One of the two places for an image that is not in the store yet.
 
 use std::collections::HashSet;
-use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
 use super::{Error, Medium, make};
-use crate::files::{self, Kind};
+use crate::files::{self, Entry, Kind};
 use crate::id::ImageId;
 use crate::image::Image;
 use crate::manifest::{self, Manifest, Part};
 use crate::paths::PartPath;
 use crate::trust::Trust;
 use crate::{FileError, failed};
+use rekindle_os::beneath::Beneath;
 use rekindle_os::{durable, pages};
 
 /// Folders with files of pages, which are kept for the next image.
@@ -22,19 +22,19 @@ const LASTING: [&str; 2] = ["gpu", "spool"];
 /// A place for one image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Slot {
-    dir: PathBuf,
+    dir: Beneath,
     medium: Medium,
     trust: Trust,
 }
 
 impl Slot {
-    pub(super) fn new(dir: PathBuf, medium: Medium, trust: Trust) -> Slot {
+    pub(super) fn new(dir: Beneath, medium: Medium, trust: Trust) -> Slot {
         Slot { dir, medium, trust }
     }
 
     /// Its folder.
     #[must_use]
-    pub fn dir(&self) -> &Path {
+    pub fn dir(&self) -> &Beneath {
         &self.dir
     }
 
@@ -49,9 +49,8 @@ impl Slot {
     pub fn allocated(&self) -> u64 {
         let mut seen = HashSet::new();
         let files = files::walk(&self.dir).unwrap_or_default().into_iter();
-        let metadata = files.filter_map(|entry| fs::symlink_metadata(self.dir.join(entry.relative)).ok());
         // In units of 512 bytes (stat(2)).
-        metadata.filter(|meta| seen.insert(meta.ino())).map(|meta| meta.blocks() * 512).sum()
+        files.filter(|entry| seen.insert(entry.meta.ino())).map(|entry| entry.meta.blocks() * 512).sum()
     }
 
     /// Frees everything that it occupies.
@@ -79,35 +78,31 @@ impl Slot {
     /// Removes everything except the files of pages: remains of a failed snapshot would become part of the next image.
     fn forget_image(&self) -> Result<(), FileError> {
         remove_file(&self.dir.join(manifest::FILE_NAME))?;
-        let entries = match fs::read_dir(&self.dir) {
+        let entries = match self.dir.entries() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
             entries => entries.map_err(failed("list", &self.dir))?,
         };
-        for entry in entries {
-            let entry = entry.map_err(failed("list", &self.dir))?;
-            if LASTING.iter().any(|name| entry.file_name() == *name) {
+        for (entry, meta) in entries {
+            if LASTING.iter().any(|name| entry.file_name() == Some(name.as_ref())) {
                 continue;
             }
             // Not followed: a symbolic link itself is removed.
-            match entry.file_type() {
-                Ok(kind) if kind.is_dir() => remove_dir(&entry.path())?,
-                _ => remove_file(&entry.path())?,
-            }
+            if meta.is_dir() { remove_dir(&entry)? } else { remove_file(&entry)? }
         }
         Ok(())
     }
 }
 
-fn remove_file(path: &Path) -> Result<(), FileError> {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed("remove", path)(error)),
+fn remove_file(file: &Beneath) -> Result<(), FileError> {
+    match file.remove_file() {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed("remove", file)(error)),
         _ => Ok(()),
     }
 }
 
-fn remove_dir(path: &Path) -> Result<(), FileError> {
-    match fs::remove_dir_all(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed("remove", path)(error)),
+fn remove_dir(dir: &Beneath) -> Result<(), FileError> {
+    match dir.remove_dir_all() {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed("remove", dir)(error)),
         _ => Ok(()),
     }
 }
@@ -129,13 +124,13 @@ impl Filling {
 
     /// The folder to fill.
     #[must_use]
-    pub fn dir(&self) -> &Path {
+    pub fn dir(&self) -> &Beneath {
         &self.slot.dir
     }
 
     /// The folder of the files that receive CRIU's pages.
     #[must_use]
-    pub fn spool(&self) -> PathBuf {
+    pub fn spool(&self) -> Beneath {
         self.slot.dir.join("spool")
     }
 
@@ -166,21 +161,19 @@ impl Filling {
     /// When the files cannot be listed, removed or cut.
     pub fn free_landing_files(&self, processes: &[(i32, u64)], keeps: bool) -> Result<(), Error> {
         let dir = self.slot.dir.join(LASTING[0]);
-        for entry in fs::read_dir(&dir).map_err(failed("list", &dir))? {
-            let path = entry.map_err(failed("list", &dir))?.path();
-            if keeps && path == self.kept_file() {
+        for (file, meta) in dir.entries().map_err(failed("list", &dir))? {
+            if keeps && file == self.kept_file() {
                 continue;
             }
-            let own = processes.iter().find(|(pid, _)| self.slot.dir.join(Filling::landing_part(*pid)) == path);
+            let own = processes.iter().find(|(pid, _)| self.slot.dir.join(Filling::landing_part(*pid)) == file);
             let Some((_, bytes)) = own else {
-                remove_file(&path)?;
+                remove_file(&file)?;
                 continue;
             };
-            let has = fs::symlink_metadata(&path).map_err(failed("look at", &path))?.len();
             // A little more is left: the size that is expected is not exactly the one that is needed.
-            if has > bytes.saturating_add(bytes / 4) {
-                let cut = File::options().write(true).open(&path).and_then(|file| file.set_len(*bytes));
-                cut.map_err(failed("free memory of", &path))?;
+            if meta.len() > bytes.saturating_add(bytes / 4) {
+                let cut = file.change().and_then(|open| open.set_len(*bytes));
+                cut.map_err(failed("free memory of", &file))?;
             }
         }
         Ok(())
@@ -190,18 +183,17 @@ impl Filling {
     ///
     /// # Errors
     /// When one cannot be created, or there is not enough memory.
-    pub fn landing_files(&self, processes: &[(i32, u64)]) -> Result<Vec<PathBuf>, Error> {
-        let options = || File::options().read(true).write(true).create(true).truncate(false).mode(0o600).clone();
-        let paths: Vec<PathBuf> =
-            processes.iter().map(|(pid, _)| self.slot.dir.join(Filling::landing_part(*pid))).collect();
-        let mut files = Vec::new();
-        for (path, (_, len)) in paths.iter().zip(processes) {
-            files.push((options().open(path).map_err(failed("make room for GPU memory in", path))?, *len));
+    pub fn landing_files(&self, processes: &[(i32, u64)]) -> Result<Vec<Beneath>, Error> {
+        let files = processes.iter().map(|(pid, _)| self.slot.dir.join(Filling::landing_part(*pid)));
+        let files: Vec<Beneath> = files.collect();
+        let mut open = Vec::new();
+        for (file, (_, len)) in files.iter().zip(processes) {
+            open.push((file.change_or_create(0o600).map_err(failed("make room for GPU memory in", file))?, *len));
         }
         let dir = &self.slot.dir;
-        pages::make_all_present(files)
-            .map_err(|(at, source)| failed("make room for GPU memory in", paths.get(at).unwrap_or(dir))(source))?;
-        Ok(paths)
+        pages::make_all_present(open)
+            .map_err(|(at, source)| failed("make room for GPU memory in", files.get(at).unwrap_or(dir))(source))?;
+        Ok(files)
     }
 
     /// The part with device memory that rekindle copies.
@@ -212,7 +204,7 @@ impl Filling {
 
     /// The file for it, which may have content of an earlier image. Its folder exists.
     #[must_use]
-    pub fn kept_file(&self) -> PathBuf {
+    pub fn kept_file(&self) -> Beneath {
         self.slot.dir.join(Filling::kept_part())
     }
 
@@ -223,11 +215,12 @@ impl Filling {
     /// When the manifest cannot be written.
     pub fn seal(mut self, mut manifest: Manifest, threads: usize) -> Result<Image, Error> {
         let dir = self.slot.dir.clone();
-        let spare = |path: &Path| -> bool {
-            let lands = manifest.landing.iter().any(|landing| landing.part.as_str() == path)
-                || manifest.kept.iter().any(|kept| kept.part.as_str() == path);
+        let spare = |entry: &Entry| -> bool {
+            let path = &entry.relative;
+            let lands = manifest.landing.iter().any(|landing| Path::new(landing.part.as_str()) == path)
+                || manifest.kept.iter().any(|kept| Path::new(kept.part.as_str()) == path);
             // A page file of CRIU is a spool file under another name.
-            let linked = fs::metadata(dir.join(path)).is_ok_and(|meta| meta.nlink() > 1);
+            let linked = entry.meta.nlink() > 1;
             path.starts_with("gpu") && !lands || path.starts_with("spool") && !linked
         };
         let mut parts = Vec::new();
@@ -236,11 +229,11 @@ impl Filling {
                 Kind::File { size } => size,
                 Kind::Folder => continue,
                 // The store would refuse it too.
-                Kind::Other => return Err(Error::Stray(dir.join(&entry.relative))),
+                Kind::Other => return Err(Error::Stray(dir.path().join(&entry.relative))),
             };
-            if spare(&entry.relative) {
+            if spare(&entry) {
                 // It belongs to a process that does not exist any more.
-                let _ = fs::remove_file(dir.join(&entry.relative));
+                let _ = dir.join(&entry.relative).remove_file();
             } else if !entry.relative.starts_with("spool") {
                 let path =
                     entry.relative.to_str().and_then(|path| path.parse().ok()).ok_or_else(|| {
@@ -266,12 +259,11 @@ impl Filling {
     }
 }
 
-fn hashed(dir: &Path, parts: Vec<Part>, threads: usize) -> Result<Vec<Part>, FileError> {
+fn hashed(dir: &Beneath, parts: Vec<Part>, threads: usize) -> Result<Vec<Part>, FileError> {
     let sized = parts.into_iter().map(|part| (part.path, part.size)).collect();
     let mut parts = files::in_parallel(sized, threads, |path: PartPath| {
-        let full = dir.join(&path);
-        let hash = durable::open_for_reading(&full).and_then(|file| files::hash(&file));
-        let (size, blake3) = hash.map_err(failed("read", &full))?;
+        let hash = path.open(dir).and_then(|file| files::hash(&file));
+        let (size, blake3) = hash.map_err(failed("read", &dir.join(&path)))?;
         Ok(Part { path, size, blake3: Some(blake3) })
     })?;
     parts.sort_by(|a, b| a.path.cmp(&b.path));

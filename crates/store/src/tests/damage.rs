@@ -30,7 +30,7 @@ fn every_damage_of_every_part_is_found() {
         let damaged = |damage: &dyn Fn(&Path)| {
             let home = Home::new();
             let image = home.publish(0);
-            damage(&image.dir.join(&part.path));
+            damage(image.dir.join(&part.path).path());
             let (path, finding) = problem(&image);
             assert_eq!(path, part.path.as_str());
             finding
@@ -104,7 +104,7 @@ fn every_flipped_bit_of_a_manifest_is_found() {
             assert!(Manifest::parse(&bytes, &Default::default()).is_err(), "byte {place}, bit {bit}");
         }
     }
-    flip(&path, whole.len() / 2);
+    flip(path.path(), whole.len() / 2);
     assert_eq!(damage_of(&home).kind, DamageKind::Broken);
 }
 
@@ -177,7 +177,7 @@ fn a_mark_that_can_not_be_read_is_a_mark() {
         |path| std::os::unix::fs::symlink("bad.json", path).unwrap(),
     ];
     for make in spoil {
-        make(&path);
+        make(path.path());
         assert!(matches!(&home.folder.images().unwrap()[0].state, State::Bad { .. }));
         fs::remove_dir(&path).or_else(|_| fs::remove_file(&path)).unwrap();
     }

@@ -57,13 +57,13 @@ fn an_image_that_can_not_be_removed_is_no_image_all_the_same() {
     // A mount point can be renamed with its parent, but not removed.
     let busy = doomed.dir.join("criu/busy");
     fs::create_dir(&busy).unwrap();
-    let Some(mut disk) = SmallDisk::mount(&busy) else { return };
+    let Some(mut disk) = SmallDisk::mount(busy.path()) else { return };
     assert!(matches!(home.folder.remove(&home.lock, &doomed.id), Err(Error::Remove { .. })));
     let left = home.image_path(&format!(".del-{}", doomed.id));
-    disk.0 = left.join("criu/busy");
-    assert!(left.exists());
+    disk.0 = left.join("criu/busy").path().to_owned();
+    assert!(left.is_there());
     assert_eq!(home.folder.images().unwrap(), std::slice::from_ref(&kept));
     drop(disk);
-    assert_eq!(home.folder.sweep_leftovers(&home.lock).unwrap(), [left]);
+    assert_eq!(home.folder.sweep_leftovers(&home.lock).unwrap(), [left.path()]);
     assert_eq!(home.folder.images().unwrap(), [kept]);
 }

@@ -15,13 +15,13 @@ fn sweep(home: &Home) -> Vec<String> {
 const STEPS: [fn(&Path, &Image); 5] = [
     |_, _| {},
     |dir, _| fs::write(dir.join("half"), b"x").unwrap(),
-    |dir, _| fill(dir),
+    |dir, _| fill(&crate::tests::beneath(dir)),
     |dir, _| {
-        fill(dir);
+        fill(&crate::tests::beneath(dir));
         fs::write(dir.join(".tmp-manifest.json-1-0"), b"{ \"form").unwrap();
     },
     |dir, image| {
-        fill(dir);
+        fill(&crate::tests::beneath(dir));
         fs::copy(image.dir.join("manifest.json"), dir.join("manifest.json")).unwrap();
     },
 ];
@@ -31,13 +31,13 @@ fn a_crash_before_the_rename_leaves_no_image() {
     for step in STEPS {
         let home = Home::new();
         let image = home.publish(0);
-        let before = snapshot(&home.folder.images_dir());
+        let before = snapshot(home.folder.images_dir().path());
         let draft = home.image_path(".tmp-000002-20270115T080000Z");
         fs::create_dir(&draft).unwrap();
-        step(&draft, &image);
+        step(draft.path(), &image);
         assert_eq!(home.folder.images().unwrap(), [image]);
         assert_eq!(sweep(&home), [".tmp-000002-20270115T080000Z"]);
-        assert_eq!(snapshot(&home.folder.images_dir()), before);
+        assert_eq!(snapshot(home.folder.images_dir().path()), before);
         assert!(sweep(&home).is_empty());
     }
 }
@@ -86,14 +86,14 @@ fn nothing_else_is_swept() {
         home.image_path("notes.txt"),
         home.image_path(".tmp-mine"),
         home.image_path(".del-"),
-        home.folder.log_dir().join(".tmp-output"),
-        home.folder.path().join("job.json"),
-        home.store.path().join(".tmp-foreign"),
+        crate::tests::beneath(&home.folder.log_dir().join(".tmp-output")),
+        crate::tests::beneath(&home.folder.path().join("job.json")),
+        crate::tests::beneath(&home.store.path().join(".tmp-foreign")),
     ];
     for path in &files {
         fs::write(path, b"x").unwrap();
     }
-    for path in [home.image_path("lost+found"), home.folder.path().join(".tmp-folder"), image.dir.join("criu/.tmp-")] {
+    for path in [home.image_path("lost+found"), crate::tests::beneath(&home.folder.path().join(".tmp-folder")), image.dir.join("criu/.tmp-")] {
         fs::create_dir(path).unwrap();
     }
     std::os::unix::fs::symlink("/", home.folder.path().join(".tmp-link")).unwrap();

@@ -28,7 +28,7 @@ fn they_are_found_again_and_are_no_part_of_the_image() {
     assert!(image.verify().is_sound(), "neither the file nor what a crash leaves of it is an extra one");
     assert_eq!(home.folder.images().unwrap(), std::slice::from_ref(&image));
     home.folder.sweep_leftovers(&home.lock).unwrap();
-    assert!(path.exists() && !image.dir.join(".tmp-tags.json-1-1").exists());
+    assert!(path.is_there() && !image.dir.join(".tmp-tags.json-1-1").is_there());
     image.change_tags(Change::Untag(vec![tag("best")])).unwrap();
     image.change_tags(Change::Unpin).unwrap();
     assert_eq!(image.tags().to_string(), "epoch-3");
@@ -61,7 +61,7 @@ fn what_can_not_be_read_is_a_pin() {
         let home = Home::new();
         let old = home.publish(0);
         home.publish(1);
-        obstacle(&old.dir.join("tags.json"));
+        obstacle(old.dir.join("tags.json").path());
         assert!(old.tags().is_pinned() && old.tags().unreadable().is_some(), "{at}");
         let error = old.change_tags(Change::Unpin).unwrap_err();
         assert!(error.to_string().contains("remove the file"), "{error}");
@@ -78,9 +78,9 @@ fn an_image_has_only_so_many() {
     let image = home.publish(0);
     let many = |n| Change::Tag((0..n).map(|n| tag(&format!("t{n}-{}", "x".repeat(56)))).collect());
     assert_eq!(image.change_tags(many(Tags::MOST)).unwrap().iter().count(), Tags::MOST);
-    let before = snapshot(&image.dir);
+    let before = snapshot(image.dir.path());
     assert!(matches!(image.change_tags(tags(&["one-more"])), Err(Error::TooManyTags(_))));
-    assert_eq!(snapshot(&image.dir), before);
+    assert_eq!(snapshot(image.dir.path()), before);
     assert_eq!(image.tags().iter().count(), Tags::MOST, "so many are read again");
 }
 
@@ -103,7 +103,7 @@ fn a_removal_that_was_interrupted_before_it_saw_the_pin_is_taken_back() {
     let home = Home::new();
     let (pinned, other) = (home.publish(0), home.publish(1));
     pinned.change_tags(Change::Pin).unwrap();
-    let before = snapshot(&home.folder.images_dir());
+    let before = snapshot(home.folder.images_dir().path());
     for image in [&pinned, &other] {
         let deleted = home.image_path(&format!(".del-{}", image.id));
         fs::rename(&image.dir, deleted).unwrap();
@@ -111,13 +111,13 @@ fn a_removal_that_was_interrupted_before_it_saw_the_pin_is_taken_back() {
     // From here on nobody can tag or pin it.
     assert!(matches!(pinned.change_tags(Change::Unpin), Err(Error::RemovedMeanwhile(_))));
     let swept = home.folder.sweep_leftovers(&home.lock).unwrap();
-    assert_eq!(swept, [home.image_path(&format!(".del-{}", other.id))]);
+    assert_eq!(swept, [home.image_path(&format!(".del-{}", other.id)).path()]);
     assert_eq!(home.ids(), [pinned.id.to_string()]);
     assert!(pinned.verify().is_sound());
     let kept = |all: BTreeMap<PathBuf, Vec<u8>>| -> BTreeMap<PathBuf, Vec<u8>> {
         all.into_iter().filter(|(path, _)| path.starts_with(pinned.id.to_string())).collect()
     };
-    assert_eq!(kept(snapshot(&home.folder.images_dir())), kept(before));
+    assert_eq!(kept(snapshot(home.folder.images_dir().path())), kept(before));
 }
 
 /// A client that pins an image during its removal either learns that it is removed, or has saved it.

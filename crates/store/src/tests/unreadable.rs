@@ -15,7 +15,7 @@ fn an_unreadable_folder_is_never_empty() {
         fs::create_dir(home.image_path(".tmp-000002-20270115T080000Z")).unwrap();
         fs::write(home.folder.path().join(".tmp-job.json-1-1"), b"x").unwrap();
         fs::rename(home.folder.images_dir(), home.folder.path().join("away")).unwrap();
-        obstacle(&home.folder.images_dir());
+        obstacle(home.folder.images_dir().path());
         let before = snapshot(home.store.path());
         assert!(matches!(home.folder.images(), Err(Error::Read { .. })));
         assert!(matches!(home.folder.find(LATEST), Err(Error::Read { .. })));
@@ -40,7 +40,7 @@ fn an_unreadable_manifest_protects_its_image() {
         for seconds in 0..3 {
             let path = home.publish(seconds).dir.join("manifest.json");
             fs::remove_file(&path).unwrap();
-            obstacle(&path);
+            obstacle(path.path());
         }
         home.publish(3);
         nothing_goes(&home, 3);
@@ -52,7 +52,7 @@ fn a_file_or_a_loop_in_place_of_an_image_is_left_alone() {
     for obstacle in OBSTACLES {
         let home = Home::new();
         home.publish(0);
-        obstacle(&home.image_path("000009-20270115T080000Z"));
+        obstacle(home.image_path("000009-20270115T080000Z").path());
         nothing_goes(&home, 1);
     }
 }

@@ -116,7 +116,7 @@ pub fn check_packs(
             let index = index.filter(|index| lost.as_ref() != Some(index));
             let index = index.map(|index| format!("its index cannot be used: {index}"));
             let why = index.into_iter().chain(lost).collect::<Vec<_>>().join("; ");
-            PackReport { path: packs.pack_path(*pack), chunks: 0, unreadable: 0, elsewhere: 0, why }
+            PackReport { path: packs.pack_path(*pack).path().to_owned(), chunks: 0, unreadable: 0, elsewhere: 0, why }
         })
         .collect();
     let mut wants = Vec::new();
@@ -135,7 +135,7 @@ pub fn check_packs(
     let bad = looking.bad.into_inner().unwrap_or_else(PoisonError::into_inner);
     for (pack, id) in &bad {
         let is_whole = |at: Location| chosen.contains(&at.pack) && !bad.contains(&(at.pack, *id));
-        let path = packs.pack_path(*pack);
+        let path = packs.pack_path(*pack).path().to_owned();
         if index.all(id).any(is_whole)
             && let Some(report) = problems.iter_mut().find(|report| report.path == path)
         {
@@ -171,7 +171,7 @@ impl Visit<()> for Looking<'_> {
             }
             Err(error @ (ReadChunkError::Cancelled | ReadChunkError::Store(_))) => return Err(error),
             Err(error) => {
-                let path = self.packs.pack_path(want.location.pack);
+                let path = self.packs.pack_path(want.location.pack).path().to_owned();
                 self.bad.lock().unwrap_or_else(PoisonError::into_inner).insert((want.location.pack, want.id));
                 let unreadable = u64::from(matches!(error, ReadChunkError::Read { .. }));
                 let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);

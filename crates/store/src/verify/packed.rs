@@ -55,7 +55,7 @@ pub(super) fn check(image: &Image, manifest: &Manifest) -> Vec<PartReport> {
 /// The packs that an image in the store needs, found from its folder.
 pub(super) fn packs_of(image: &Image) -> Packs {
     let job = image.dir.parent().and_then(|images| images.parent());
-    Packs::new(job.unwrap_or(&image.dir).join("packs"))
+    Packs::new(job.as_ref().unwrap_or(&image.dir).join("packs"))
 }
 
 /// The map of the image and the index of the packs, or the problem with them.
@@ -72,7 +72,7 @@ pub(super) fn look(image: &Image) -> Result<(ChunkMap, Index), PartReport> {
     })?;
     let packs = packs_of(image);
     let index =
-        packs.index().map_err(|error| PartReport { path: packs.dir().to_owned(), finding: unreadable(&error) })?;
+        packs.index().map_err(|error| PartReport { path: packs.dir().path().to_owned(), finding: unreadable(&error) })?;
     Ok((map.unwrap_or_default(), index))
 }
 

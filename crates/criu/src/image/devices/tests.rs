@@ -2,6 +2,7 @@ use super::super::tests::write;
 use prost::encoding::{decode_varint, encode_varint};
 
 use super::*;
+use super::super::tests::beneath;
 use crate::proto::ExtFileEntry;
 
 /// `inventory`-like fields that are not read: 13 as a number, 20 as bytes.
@@ -35,7 +36,7 @@ fn mm(mappings: &[VmaEntry]) -> Vec<u8> {
 }
 
 fn mappings(path: &Path) -> Vec<VmaEntry> {
-    let records = Records::open(path.into(), MM).unwrap();
+    let records = Records::open(beneath(path.parent().unwrap()).join(path.file_name().unwrap()), MM).unwrap();
     let mut left = records.bytes.get(12..).unwrap();
     assert!(left.ends_with(&UNKNOWN), "what is not read stays");
     left = &left[2..left.len() - UNKNOWN.len()];
@@ -91,13 +92,13 @@ fn image() -> tempfile::TempDir {
 fn devices_become_dev_null_and_memory() {
     let dir = image();
     let untouched = ["fdinfo-3.img", "mm-1003.img"].map(|name| std::fs::read(dir.path().join(name)).unwrap());
-    let replaced = without_devices(dir.path()).unwrap();
+    let replaced = without_devices(&beneath(dir.path())).unwrap();
     let expected = [
         Replaced { pid: 1001, descriptors: vec![3, 17], mappings: 1, writable: 1 },
         Replaced { pid: 1002, descriptors: vec![3], mappings: 0, writable: 0 },
     ];
     assert_eq!(replaced, expected);
-    let files: Vec<PluginFileEntry> = Records::open(dir.path().join("files.img"), FILES).unwrap().all().unwrap();
+    let files: Vec<PluginFileEntry> = Records::open(beneath(dir.path()).join("files.img"), FILES).unwrap().all().unwrap();
     let names: Vec<&[u8]> = files.iter().map(|file| file.reg.as_ref().unwrap().name.as_slice()).collect();
     assert_eq!(names, [NAME, b"/dev/null", b"/dev/null"]);
     let ids: Vec<(u32, u32, u32)> = files.iter().map(|f| (f.kind, f.id, f.reg.as_ref().unwrap().id)).collect();
@@ -105,7 +106,7 @@ fn devices_become_dev_null_and_memory() {
     let first = std::fs::read(dir.path().join("files.img")).unwrap();
     assert!(first.windows(UNKNOWN.len()).any(|part| part == UNKNOWN), "what is not read stays");
     for name in ["fdinfo-1.img", "fdinfo-2.img"] {
-        let all: Vec<FdinfoEntry> = Records::open(dir.path().join(name), FDINFO).unwrap().all().unwrap();
+        let all: Vec<FdinfoEntry> = Records::open(beneath(dir.path()).join(name), FDINFO).unwrap().all().unwrap();
         assert!(all.iter().all(|entry| entry.kind == REG), "{all:?}");
     }
     let all = mappings(&dir.path().join("mm-1001.img"));
@@ -115,7 +116,7 @@ fn devices_become_dev_null_and_memory() {
     assert_eq!(all[1], own);
     let now = ["fdinfo-3.img", "mm-1003.img"].map(|name| std::fs::read(dir.path().join(name)).unwrap());
     assert_eq!(now, untouched);
-    assert_eq!(without_devices(dir.path()).unwrap(), [], "there are none any more");
+    assert_eq!(without_devices(&beneath(dir.path())).unwrap(), [], "there are none any more");
 }
 
 #[test]
@@ -125,7 +126,7 @@ fn damage_is_told() {
         let path = dir.path().join(name);
         let bytes = std::fs::read(&path).unwrap();
         std::fs::write(&path, &bytes[..bytes.len() - by]).unwrap();
-        without_devices(dir.path()).unwrap_err().to_string()
+        without_devices(&beneath(dir.path())).unwrap_err().to_string()
     };
     for name in ["files.img", "fdinfo-1.img", "mm-1001.img", "ids-1002.img"] {
         let error = cut(name, 1);
@@ -133,8 +134,8 @@ fn damage_is_told() {
     }
     // A file accepted by the plugin, but without a descriptor, would be unknown to us.
     let dir = image();
-    std::fs::remove_file(dir.path().join("ids-1001.img")).unwrap();
-    let error = without_devices(dir.path()).unwrap_err().to_string();
+    std::fs::remove_file(beneath(dir.path()).join("ids-1001.img")).unwrap();
+    let error = without_devices(&beneath(dir.path())).unwrap_err().to_string();
     assert!(error.contains("a plugin took file 3, which no process has"), "{error}");
 }
 

@@ -4,6 +4,7 @@ use tempfile::TempDir;
 use super::super::tests::write;
 use super::super::{COMMON, PSTREE};
 use super::*;
+use super::super::tests::beneath;
 use crate::proto::{PstreeEntry, ScmEntry};
 
 const UNIX: u32 = 5;
@@ -89,16 +90,16 @@ impl Scenery {
 }
 
 fn order(dir: &TempDir) -> Vec<u32> {
-    let entries: Vec<QueuedFileEntry> = Records::open(dir.path().join("files.img"), FILES).unwrap().all().unwrap();
+    let entries: Vec<QueuedFileEntry> = Records::open(beneath(dir.path()).join("files.img"), FILES).unwrap().all().unwrap();
     entries.iter().map(|entry| entry.id).collect()
 }
 
 /// Nothing is stuck; returns the order of the files afterwards.
 fn kept(scenery: Scenery) -> Vec<u32> {
     let dir = scenery.written();
-    assert_eq!(keep_in_flight(dir.path()).unwrap().stuck, []);
+    assert_eq!(keep_in_flight(&beneath(dir.path())).unwrap().stuck, []);
     let found = order(&dir);
-    assert_eq!(keep_in_flight(dir.path()).unwrap().stuck, []);
+    assert_eq!(keep_in_flight(&beneath(dir.path())).unwrap().stuck, []);
     assert_eq!(order(&dir), found, "once is enough");
     found
 }
@@ -107,7 +108,7 @@ fn kept(scenery: Scenery) -> Vec<u32> {
 fn stuck(scenery: Scenery) -> Vec<Stuck> {
     let dir = scenery.written();
     let before = std::fs::read(dir.path().join("files.img")).unwrap();
-    let found = keep_in_flight(dir.path()).unwrap().stuck;
+    let found = keep_in_flight(&beneath(dir.path())).unwrap().stuck;
     assert_eq!(std::fs::read(dir.path().join("files.img")).unwrap(), before);
     found
 }
@@ -134,7 +135,7 @@ fn the_sending_end_goes_behind_the_other() {
     let more = pair(11).packet(11, b"data", &[]).packet(10, b"x", &[2]).packet(10, b"", &[]).packet(10, b"y", &[2]);
     assert_eq!(kept(more), [1, 10, 2, 11]);
     let dir = pair(11).packet(10, b"x", &[2]).written();
-    assert_eq!(keep_in_flight(dir.path()).unwrap().descriptors, BTreeMap::from([(110, 1)]));
+    assert_eq!(keep_in_flight(&beneath(dir.path())).unwrap().descriptors, BTreeMap::from([(110, 1)]));
     let written = std::fs::read(dir.path().join("files.img")).unwrap();
     assert_eq!(written.windows(4).filter(|part| *part == UNKNOWN).count(), 2, "what is not read stays");
 }
@@ -144,8 +145,8 @@ fn without_descriptors_in_flight_nothing_is_changed() {
     assert_eq!(kept(pair(11)), [1, 11, 2, 10]);
     assert_eq!(kept(pair(11).packet(10, b"data", &[])), [1, 11, 2, 10]);
     let dir = pair(11).written();
-    std::fs::remove_file(dir.path().join("sk-queues.img")).unwrap();
-    assert_eq!(keep_in_flight(dir.path()).unwrap().stuck, []);
+    std::fs::remove_file(beneath(dir.path()).join("sk-queues.img")).unwrap();
+    assert_eq!(keep_in_flight(&beneath(dir.path())).unwrap().stuck, []);
 }
 
 #[test]
@@ -223,14 +224,14 @@ fn processes_with_one_table_are_one() {
     let dir = sent.packet(10, b"x", &[2]).written();
     // 1002 shares the descriptor table of 1003, and comes first.
     write(&dir.path().join("ids-1002.img"), IDS, &[KobjIds { files: 3 }.encode_to_vec()]);
-    let scene = holders(dir.path()).unwrap();
+    let scene = holders(&beneath(dir.path())).unwrap();
     assert_eq!(scene[&10], BTreeSet::from([1002]));
     // The receiver has the file too, and comes after the sender.
-    assert_eq!(keep_in_flight(dir.path()).unwrap().stuck, []);
+    assert_eq!(keep_in_flight(&beneath(dir.path())).unwrap().stuck, []);
     assert_eq!(order(&dir), [10, 11, 2]);
     // A dead process has none.
-    std::fs::remove_file(dir.path().join("ids-1003.img")).unwrap();
-    assert_eq!(keep_in_flight(dir.path()).unwrap().stuck, []);
+    std::fs::remove_file(beneath(dir.path()).join("ids-1003.img")).unwrap();
+    assert_eq!(keep_in_flight(&beneath(dir.path())).unwrap().stuck, []);
 }
 
 #[test]
@@ -241,20 +242,20 @@ fn damage_is_found() {
     for length in 0..whole.len() {
         std::fs::write(&path, &whole[..length]).unwrap();
         // Cut between two packets, the file looks like a shorter one.
-        let left = keep_in_flight(dir.path());
+        let left = keep_in_flight(&beneath(dir.path()));
         assert!(left.is_err() || length == 8 || whole.len() - length == 8, "{length}: {left:?}");
     }
     let packet = |length, kind| PacketEntry { id_for: 10, length, scm: vec![ScmEntry { kind, rights: vec![2] }] };
     let says = |packet: PacketEntry| {
         write(&path, QUEUES, &[packet.encode_to_vec()]);
-        keep_in_flight(dir.path()).unwrap_err().to_string()
+        keep_in_flight(&beneath(dir.path())).unwrap_err().to_string()
     };
     assert!(says(packet(u32::MAX, 1)).contains("is cut"));
     assert!(says(packet(0, 2)).contains("a control message of kind 2"));
     assert!(says(PacketEntry { id_for: 99, ..packet(0, 1) }).contains("no socket 99"));
     assert!(says(PacketEntry { id_for: 1, ..packet(0, 1) }).contains("no socket 1"));
     std::fs::write(&path, [COMMON.to_le_bytes(), QUEUES.to_le_bytes(), [0xff; 4]].concat()).unwrap();
-    assert!(keep_in_flight(dir.path()).unwrap_err().to_string().contains("a record is cut"));
+    assert!(keep_in_flight(&beneath(dir.path())).unwrap_err().to_string().contains("a record is cut"));
     write(&path, FILES, &[]);
-    assert!(keep_in_flight(dir.path()).unwrap_err().to_string().contains("magic"));
+    assert!(keep_in_flight(&beneath(dir.path())).unwrap_err().to_string().contains("magic"));
 }

@@ -1,3 +1,4 @@
+use std::fs;
 use super::*;
 use proptest::prelude::*;
 use prost::Message as _;
@@ -44,7 +45,7 @@ fn image(runs: &[(u64, u64)]) -> (tempfile::TempDir, u64) {
 
 fn cuts(runs: &[(u64, u64)]) -> Vec<(u64, usize)> {
     let (dir, size) = image(runs);
-    Cuts::of(dir.path(), "criu/pages-3.img", size).collect()
+    Cuts::of(&crate::tests::beneath(dir.path()), "criu/pages-3.img", size).collect()
 }
 
 fn lengths(cuts: &[(u64, usize)]) -> Vec<usize> {
@@ -54,9 +55,9 @@ fn lengths(cuts: &[(u64, usize)]) -> Vec<usize> {
 #[test]
 fn files_are_cut_at_multiples() {
     let dir = Path::new("/nowhere");
-    assert_eq!(Cuts::of(dir, "gpu/1", 0).count(), 0);
-    assert_eq!(Cuts::of(dir, "gpu/1", 1).collect::<Vec<_>>(), [(0, 1)]);
-    assert_eq!(Cuts::of(dir, "gpu/1", 2 * C + 5).collect::<Vec<_>>(), [(0, CHUNK), (C, CHUNK), (2 * C, 5)]);
+    assert_eq!(Cuts::of(&crate::tests::beneath(dir), "gpu/1", 0).count(), 0);
+    assert_eq!(Cuts::of(&crate::tests::beneath(dir), "gpu/1", 1).collect::<Vec<_>>(), [(0, 1)]);
+    assert_eq!(Cuts::of(&crate::tests::beneath(dir), "gpu/1", 2 * C + 5).collect::<Vec<_>>(), [(0, CHUNK), (C, CHUNK), (2 * C, 5)]);
 }
 
 #[test]
@@ -85,15 +86,15 @@ fn a_page_in_the_middle_moves_nothing_behind() {
 fn a_page_map_that_does_not_fit_means_fixed_offsets() {
     let (dir, size) = image(&[(0x1000 * 60, 70)]);
     let fixed = |cuts: Cuts| cuts.take(1).collect::<Vec<_>>() == [(0, CHUNK)];
-    assert!(!fixed(Cuts::of(dir.path(), "criu/pages-3.img", size)));
-    assert!(fixed(Cuts::of(dir.path(), "criu/pages-3.img", size + 4096)), "another size");
-    assert!(fixed(Cuts::of(dir.path(), "criu/pages-4.img", size)), "no map");
-    assert!(fixed(Cuts::of(dir.path(), "pages-3.img", size)), "not of CRIU");
+    assert!(!fixed(Cuts::of(&crate::tests::beneath(dir.path()), "criu/pages-3.img", size)));
+    assert!(fixed(Cuts::of(&crate::tests::beneath(dir.path()), "criu/pages-3.img", size + 4096)), "another size");
+    assert!(fixed(Cuts::of(&crate::tests::beneath(dir.path()), "criu/pages-4.img", size)), "no map");
+    assert!(fixed(Cuts::of(&crate::tests::beneath(dir.path()), "pages-3.img", size)), "not of CRIU");
     let map = dir.path().join("criu/pagemap-77.img");
     let whole = fs::read(&map).unwrap();
     for cut in 0..whole.len() {
         fs::write(&map, &whole[..cut]).unwrap();
-        assert!(fixed(Cuts::of(dir.path(), "criu/pages-3.img", size)), "cut at {cut}");
+        assert!(fixed(Cuts::of(&crate::tests::beneath(dir.path()), "criu/pages-3.img", size)), "cut at {cut}");
     }
 }
 

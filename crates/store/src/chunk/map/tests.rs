@@ -90,14 +90,14 @@ fn a_file_is_the_one_that_the_manifest_tells_of() {
     let dir = tempfile::tempdir().unwrap();
     let (path, bytes) = (dir.path().join(FILE_NAME), sample().to_bytes());
     let hash = blake3::hash(&bytes);
-    assert!(matches!(ChunkMap::read(&path, &hash), Err(ReadError::Read { .. })));
+    assert!(matches!(ChunkMap::read(&crate::tests::beneath(&path), &hash), Err(ReadError::Read { .. })));
     std::fs::write(&path, &bytes).unwrap();
-    assert_eq!(ChunkMap::read(&path, &hash).unwrap(), sample());
-    let other = ChunkMap::read(&path, &blake3::hash(b"")).unwrap_err();
+    assert_eq!(ChunkMap::read(&crate::tests::beneath(&path), &hash).unwrap(), sample());
+    let other = ChunkMap::read(&crate::tests::beneath(&path), &blake3::hash(b"")).unwrap_err();
     assert!(matches!(other, ReadError::Format { source: FormatError::Checksum(What::Map), .. }), "{other}");
     let huge = std::fs::File::options().write(true).open(&path).unwrap();
     huge.set_len(MAX_BYTES + 1).unwrap();
-    let error = ChunkMap::read(&path, &hash).unwrap_err();
+    let error = ChunkMap::read(&crate::tests::beneath(&path), &hash).unwrap_err();
     assert!(matches!(error, ReadError::Format { source: FormatError::OutOfBounds { .. }, .. }), "{error}");
 }
 

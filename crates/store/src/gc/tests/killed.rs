@@ -63,7 +63,7 @@ fn check(path: &Path) {
         for image in &images {
             let into = tempfile::tempdir_in(path).unwrap();
             let progress = crate::persist::Progress::default();
-            unpack::unpack(image, &folder, into.path(), None, 1, &progress, &|| false).unwrap();
+            unpack::unpack(image, &folder, &crate::tests::beneath(into.path()), None, 1, &progress, &|| false).unwrap();
             for (part, bytes) in content(image.id.sequence()) {
                 assert!(fs::read(into.path().join(part)).unwrap() == bytes, "{part} of {}", image.id);
             }
@@ -81,8 +81,8 @@ fn check(path: &Path) {
         fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
     };
     let left = |name: &String| name.starts_with('.');
-    assert!(!names(&folder.images_dir()).iter().any(left), "{:?}", names(&folder.images_dir()));
-    assert!(!names(folder.packs().dir()).iter().any(left), "{:?}", names(folder.packs().dir()));
+    assert!(!names(folder.images_dir().path()).iter().any(left), "{:?}", names(folder.images_dir().path()));
+    assert!(!names(folder.packs().dir().path()).iter().any(left), "{:?}", names(folder.packs().dir().path()));
 }
 
 /// Runs it with the fault at the first point, then the second, and so on until no point is left; always in the same

@@ -1,3 +1,4 @@
+use std::fs;
 use super::*;
 use crate::chunk::ChunkId;
 use crate::pack::index::tests::pack;
@@ -21,7 +22,7 @@ fn id(raw: &[u8]) -> ChunkId {
 impl Ground {
     fn new() -> Ground {
         let dir = tempfile::tempdir().unwrap();
-        let packs = Packs::new(dir.path().join("packs"));
+        let packs = Packs::new(crate::tests::beneath(&dir.path().join("packs")));
         fs::create_dir(packs.dir()).unwrap();
         Ground { dir, packs }
     }
@@ -72,11 +73,11 @@ fn chunks_are_found_where_they_are() {
 #[test]
 fn no_folder_is_no_packs_and_one_that_can_not_be_listed_an_error() {
     let ground = Ground::new();
-    let none = Packs::new(ground.dir.path().join("none"));
+    let none = Packs::new(crate::tests::beneath(&ground.dir.path().join("none")));
     assert!(none.index().unwrap().places() == 0);
     let file = ground.dir.path().join("file");
     fs::write(&file, b"").unwrap();
-    assert!(matches!(Packs::new(file).index(), Err(Error::Read { .. })));
+    assert!(matches!(Packs::new(crate::tests::beneath(&file)).index(), Err(Error::Read { .. })));
 }
 
 #[test]

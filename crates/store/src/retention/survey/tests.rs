@@ -1,5 +1,6 @@
 //! Space, with images whose content is in packs.
 
+use std::fs;
 use super::*;
 use crate::chunk::CHUNK;
 use crate::persist::tests::full::SmallDisk;
@@ -39,7 +40,7 @@ impl Ground {
 }
 
 fn free(folder: &JobFolder) -> u64 {
-    free_space(folder.path()).unwrap()
+    free_space(&crate::tests::beneath(folder.path())).unwrap()
 }
 
 #[test]
@@ -314,7 +315,7 @@ fn an_image_that_lost_its_map_takes_no_place_of_an_intact_one() {
         let ground = Ground::new();
         let images = [1_u8, 2, 3]
             .map(|number| ground.persist(&ground.stage(number.into(), &[("a", noise(number, 2 * CHUNK))])).unwrap());
-        harm(&images[2].dir.join(crate::chunk::map::FILE_NAME));
+        harm(images[2].dir.join(crate::chunk::map::FILE_NAME).path());
         let survey = Survey::of(&ground.folder, 0).unwrap();
         assert_eq!(
             survey.facts.iter().map(|facts| facts.kind).collect::<Vec<_>>(),
