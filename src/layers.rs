@@ -6,6 +6,7 @@
 //! it.
 
 mod circles;
+mod doors;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

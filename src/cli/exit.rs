@@ -104,6 +104,7 @@ pub(crate) fn of_error(error: &anyhow::Error, is_store_typed: bool) -> Exit {
     use crate::{config, control};
     use rekindle_engine::{launch, restore};
     use rekindle_store as store;
+    // Others changed what only we should change: somebody must look at it before anything goes on.
     if error.chain().any(is_unexpected) {
         return Exit::Config;
     }
@@ -217,5 +218,20 @@ mod tests {
             assert!(said.contains("/stdout.log is a symbolic link, and should be a regular file"), "{said}");
         }
         assert_eq!(of_error(&IoError::from(ErrorKind::InvalidInput).into(), false), Exit::Internal);
+    }
+
+    #[test]
+    fn what_others_put_into_the_store_is_told_with_where_and_what_to_do() {
+        let link = rekindle_os::beneath::Unexpected {
+            path: "/s/j/images".into(),
+            is: "a symbolic link".into(),
+            want: "a folder",
+        };
+        let error = rekindle_store::Error::Read { path: "/s/j/images".into(), source: link.into() };
+        let error = anyhow::Error::from(error).context("listing");
+        assert_eq!(of_error(&error, false), Exit::Config);
+        let told = format!("{error:#}");
+        assert!(told.ends_with("/s/j/images is a symbolic link, and should be a folder"), "{told}");
+        assert!(told.contains("remove it") && told.contains("rekindle repair"), "{told}");
     }
 }

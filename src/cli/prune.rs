@@ -352,7 +352,7 @@ mod tests {
         std::fs::write(half.join("manifest.json"), manifest.to_bytes(folder.trust()).unwrap()).unwrap();
         std::fs::write(half.join("tags.json"), "{\"version\":1,\"pinned\":true,\"tags\":[]}").unwrap();
         let (plan, _) = carry_out(&folder, &Policy::default(), &Config::default().store).unwrap();
-        assert!(!unfinished.exists());
+        assert!(!unfinished.is_there());
         assert_eq!(plan.decisions.iter().map(|it| it.id).collect::<Vec<_>>(), [manifest.id]);
     }
 }

@@ -94,7 +94,7 @@ pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
     let part = part.map(|part| PartOf::new(image.id, part, group::published(&folder).as_ref()));
     match (global.format(), image.manifest()) {
         (Format::Json, Some(manifest)) => {
-            let copies = known.copies().map(|copy| Copy { place: copy.place, folder: copy.dir.clone() });
+            let copies = known.copies().map(|copy| Copy { place: copy.place, folder: copy.dir.path().to_owned() });
             let (pinned, tags) = (known.tags().is_pinned(), known.tags().iter().cloned().collect());
             let here = look(global, manifest, live.as_ref())?;
             let (differences, devices) = (compat::compare(manifest, &here), Devices::of(manifest, &here));

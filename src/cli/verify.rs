@@ -197,7 +197,7 @@ impl Reading {
 fn row(folder: &JobFolder, image: &Image, report: Report, read: bool) -> Option<ImageRow> {
     let is_there = || match image.place {
         Place::Staged | Place::Slot => folder.staged().iter().any(|other| other.id == image.id),
-        Place::Stored => image.dir.exists(),
+        Place::Stored => image.dir.is_there(),
     };
     let sound = report.is_sound();
     (sound || is_there()).then(|| ImageRow { job: folder.name().clone(), sound, read, report })

@@ -540,7 +540,7 @@ fn store_image(setup: &Setup, image: &Image, progress: &Progress, cancel: &Atomi
     }
     // It is stored already; no other image must be removed to pack it. Holes take no space.
     let whole = image.data().unwrap_or_else(|_| image.manifest().map_or(0, |manifest| manifest.bytes));
-    let (free, keep) = (survey::free_space(folder.path())?, store.min_free.bytes());
+    let (free, keep) = (survey::free_space(folder.dir())?, store.min_free.bytes());
     if free < whole.saturating_add(keep) {
         return Err(PersistError::NotPacked { need: whole, free, keep });
     }

@@ -28,12 +28,12 @@ use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, send, 
 use prost::Message;
 
 use self::ending::{AbandonOnPanic, Process};
-use rekindle_os::beneath::{Beneath, Owners};
 use super::log::{Log, Reader};
 use super::plugin::{FileRights, PLUGIN_NAME, Plugin};
 use super::proto::{InheritFd, Kind, Options, Request, Response};
 use super::{Criu, image};
 use rekindle_abi::variables;
+use rekindle_os::beneath::{Beneath, Owners};
 use rekindle_os::process;
 use rekindle_os::spawn::{self, Child, Ended, Open, Spawn, World};
 

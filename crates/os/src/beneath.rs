@@ -146,6 +146,16 @@ impl Beneath {
         Beneath { root: root.into(), inside: PathBuf::new(), full: path.to_owned() }
     }
 
+    /// The same place, beneath the folder that is at the path of its root now: what was opened before leads around
+    /// another mount namespace that was entered since.
+    ///
+    /// # Errors
+    /// As [`Beneath::root`].
+    pub fn again(&self) -> io::Result<Beneath> {
+        let root = Beneath::root(&self.root.path, self.root.owners)?;
+        Ok(if self.inside.as_os_str().is_empty() { root } else { root.join(&self.inside) })
+    }
+
     /// A place below this one.
     #[must_use]
     pub fn join(&self, name: impl AsRef<Path>) -> Beneath {

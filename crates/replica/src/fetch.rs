@@ -12,9 +12,7 @@
 //! image is not fetched.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::fs;
 use std::io;
-use std::path::Path;
 
 use crate::client::Cancelled;
 use crate::error::{Error, Result};
@@ -22,6 +20,7 @@ use crate::layout::{self, Inventory, Of, PackFile};
 use crate::read::{HEADER, Indexes, checked};
 use crate::replica::{RemoteImage, Replica};
 use crate::spans::{Span, spans};
+use rekindle_os::beneath::Beneath;
 use rekindle_os::direct::Way;
 use rekindle_os::durable;
 use rekindle_store::FileError;
@@ -138,7 +137,7 @@ impl Replica {
     /// Checks that the disk has room for this many bytes of records, their indexes and the image's own files.
     fn check_room(&self, image: ImageId, records: u64, map: &ChunkMap, folder: &JobFolder) -> Result<()> {
         let need = records.saturating_add(map.extents().saturating_mul(ENTRIES)).saturating_add(SMALL);
-        let (free, keep) = (survey::free_space(folder.path())?, self.min_free);
+        let (free, keep) = (survey::free_space(folder.dir())?, self.min_free);
         match need.saturating_add(keep) <= free {
             true => Ok(()),
             false => Err(Error::NoRoom { image, need, free, keep, path: folder.path().to_owned() }),
@@ -240,12 +239,13 @@ impl Replica {
         }
         let draft = folder.begin_image_as(lock, image.id)?;
         let write = |name: &str, bytes: &[u8]| {
-            let path = draft.dir().join(name);
-            durable::write_file(&path, bytes, 0o600).map_err(|source| Error::Write { path, source })
+            let file = draft.dir().join(name);
+            let failed = |source| Error::Write { path: file.path().to_owned(), source };
+            durable::write_file(&file, bytes, 0o600).map_err(failed)
         };
         write(map::FILE_NAME, &map.to_bytes())?;
         if let State::Bad { mark: bad, .. } = &image.state {
-            let path = draft.dir().join(mark::FILE_NAME);
+            let path = draft.dir().join(mark::FILE_NAME).path().to_owned();
             let bytes = serde_json::to_vec_pretty(bad).map_err(io::Error::from);
             write(mark::FILE_NAME, &bytes.map_err(|source| Error::Write { path, source })?)?;
         }
@@ -287,15 +287,17 @@ fn missing(map: &ChunkMap, packs: &Packs) -> Result<HashSet<ChunkId>> {
         remove_mark(&packs.gone_path(*name))?;
     }
     if !marked.is_empty() {
-        let path = packs.dir();
-        durable::sync_dir(path).map_err(|source| Error::Write { path: path.to_owned(), source })?;
+        let dir = packs.dir();
+        durable::sync_dir(dir).map_err(|source| Error::Write { path: dir.path().to_owned(), source })?;
     }
     Ok(missing)
 }
 
-fn remove_mark(path: &Path) -> Result<()> {
-    match fs::remove_file(path) {
-        Err(source) if source.kind() != io::ErrorKind::NotFound => Err(Error::Write { path: path.to_owned(), source }),
+fn remove_mark(mark: &Beneath) -> Result<()> {
+    match mark.remove_file() {
+        Err(source) if source.kind() != io::ErrorKind::NotFound => {
+            Err(Error::Write { path: mark.path().to_owned(), source })
+        }
         _ => Ok(()),
     }
 }

@@ -79,7 +79,7 @@ impl Replica {
         cancelled: Cancelled<'_>,
     ) -> Result<PackIndex> {
         if indexes == Indexes::Here
-            && here.index_path(name).exists()
+            && here.index_path(name).is_there()
             && let Ok(index) = here.pack_index(name)
             && index.pack_len() == pack.size
         {

@@ -2,7 +2,6 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use object_store::{ObjectStoreExt, PutPayload};
@@ -10,7 +9,7 @@ use tokio::task::JoinSet;
 
 use crate::client::{Cancelled, Client, unless};
 use crate::error::{Error, Result};
-use rekindle_os::durable;
+use rekindle_os::beneath::Beneath;
 use rekindle_store::persist::Progress;
 
 /// Bytes of a part. S3 requires at least 5 MiB, and at most 10,000 parts.
@@ -46,11 +45,11 @@ impl<'a> Flow<'a> {
 
 impl Client {
     /// Sends a file of this size. The object exists only when this returns.
-    pub(super) fn send(&self, name: &str, path: &Path, size: u64, flow: &mut Flow<'_>) -> Result<()> {
+    pub(super) fn send(&self, name: &str, pack: &Beneath, size: u64, flow: &mut Flow<'_>) -> Result<()> {
         let action = format!("write {name} to");
         self.check_way(&action, name)?;
-        let unreadable = |source| Error::Read { path: path.to_owned(), source };
-        let file = durable::open_for_reading(path).map_err(unreadable)?;
+        let unreadable = |source| Error::Read { path: pack.path().to_owned(), source };
+        let file = pack.read().map_err(unreadable)?;
         self.block_on(self.send_parts(name, &file, size, flow)).map_err(|error| match error {
             Trouble::Remote(error) => self.translated(&action, &error),
             Trouble::Local(source) => unreadable(source),

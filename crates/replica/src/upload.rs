@@ -1,9 +1,7 @@
 //! Sends one image; the protocol is in the parent module.
 
 use std::collections::BTreeSet;
-use std::fs;
-use std::io::{self, Read};
-use std::path::Path;
+use std::io;
 
 use crate::client::Cancelled;
 use crate::error::{Error, Result};
@@ -11,7 +9,7 @@ use crate::layout::{self, Found, Inventory, Of, PackFile, RemotePack};
 use crate::read_mark;
 use crate::replica::Replica;
 use crate::send::Flow;
-use rekindle_os::durable;
+use rekindle_os::beneath::Beneath;
 use rekindle_store::chunk::{ChunkId, ChunkMap};
 use rekindle_store::image::State;
 use rekindle_store::manifest::{self, Manifest};
@@ -112,7 +110,7 @@ impl Replica {
         match there(&image.state) {
             There::Marked(mark) => {
                 let bytes = serde_json::to_vec_pretty(mark).map_err(io::Error::from);
-                let bytes = bytes.map_err(|source| Error::Read { path: image.dir.clone(), source })?;
+                let bytes = bytes.map_err(|source| Error::Read { path: image.dir.path().to_owned(), source })?;
                 let same =
                     is_there && self.client.get(&name, read_mark::MAX_BYTES, cancelled)?.as_ref() == Some(&bytes);
                 if same { Ok(()) } else { self.client.put(&name, bytes, cancelled) }
@@ -192,13 +190,14 @@ impl Replica {
     }
 
     fn send_pack(&self, name: PackName, packs: &Packs, flow: &mut Flow<'_>) -> Result<u64> {
-        let path = packs.pack_path(name);
-        let size = fs::metadata(&path).map_err(|source| Error::Read { path: path.clone(), source })?.len();
+        let pack = packs.pack_path(name);
+        let path = || pack.path().to_owned();
+        let size = pack.metadata().map_err(|source| Error::Read { path: path(), source })?.len();
         let index = packs.pack_index(name).map_err(|problem| {
             let source = io::Error::new(io::ErrorKind::NotFound, format!("its records cannot be read: {problem:?}"));
-            Error::Read { path: path.clone(), source }
+            Error::Read { path: path(), source }
         })?;
-        self.client.send(&layout::of_pack(name, PackFile::Pack), &path, size, flow)?;
+        self.client.send(&layout::of_pack(name, PackFile::Pack), &pack, size, flow)?;
         self.client.put(&layout::of_pack(name, PackFile::Index), index.to_bytes(), flow.cancelled)?;
         Ok(size)
     }
@@ -249,10 +248,6 @@ fn is_whole(index: &Index, there: &Inventory, name: PackName) -> bool {
     }
 }
 
-fn read(path: &Path, max: u64) -> Result<Vec<u8>> {
-    let failed = |source| Error::Read { path: path.to_owned(), source };
-    let mut bytes = Vec::new();
-    let file = durable::open_for_reading(path).map_err(failed)?;
-    file.take(max + 1).read_to_end(&mut bytes).map_err(failed)?;
-    Ok(bytes)
+fn read(file: &Beneath, max: u64) -> Result<Vec<u8>> {
+    file.content(max).map_err(|source| Error::Read { path: file.path().to_owned(), source })
 }

@@ -46,10 +46,7 @@ pub(crate) fn is_failing(error: &io::Error) -> bool {
 }
 
 /// Makes an error of a failed action.
-pub fn failed<P: AsRef<Path> + ?Sized>(
-    what: &'static str,
-    path: &P,
-) -> impl FnOnce(io::Error) -> FileError + use<P> {
+pub fn failed<P: AsRef<Path> + ?Sized>(what: &'static str, path: &P) -> impl FnOnce(io::Error) -> FileError + use<P> {
     let path = path.as_ref().to_owned();
     move |source| FileError { what, path, source }
 }

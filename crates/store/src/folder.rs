@@ -1,7 +1,7 @@
 //! A job's folder: `lock`, `job.json`, `log/`, `images/`, `packs/`.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 
@@ -209,7 +209,7 @@ impl JobFolder {
     #[must_use]
     pub fn is_stored_besides(&self, copy: &Image) -> bool {
         let stored = || Image::load(&self.images_dir().join(copy.id.to_string()), copy.id, &self.trust);
-        self.is_stored(copy.id) && !(copy.is_good() && stored().is_damaged())
+        self.is_stored(copy.id) && !(copy.is_good() && stored().is_in_doubt())
     }
 
     /// Whether an image is on the job's current line. After a rewind the newer images of the old line are not. If the

@@ -224,6 +224,14 @@ impl Image {
         }
     }
 
+    /// The same image as another mount namespace shows it, after that was entered.
+    ///
+    /// # Errors
+    /// As [`Beneath::root`].
+    pub fn seen_from_here(&self) -> io::Result<Image> {
+        Ok(Image { dir: self.dir.again()?, ..self.clone() })
+    }
+
     /// Whether it is in memory or in a slot on the disk, and not in the store.
     #[must_use]
     pub fn is_staged(&self) -> bool {
@@ -291,6 +299,13 @@ impl Image {
             State::Bad { mark, .. } => mark.why == BadWhy::Damaged,
             State::Damaged { why } => matches!(why.kind, DamageKind::Broken | DamageKind::Unreadable),
         }
+    }
+
+    /// Whether another copy of it must be kept: this one is damaged, or others put something in its place.
+    #[must_use]
+    pub(crate) fn is_in_doubt(&self) -> bool {
+        let is_unexpected = matches!(&self.state, State::Damaged { why } if why.kind == DamageKind::Unexpected);
+        self.is_damaged() || is_unexpected
     }
 
     /// Its manifest, if it can be used.

@@ -62,8 +62,7 @@ fn image(folder: &JobFolder, id: ImageId) -> Result<()> {
     let doomed = folder.images_dir().join(format!("{DELETED_PREFIX}{id}"));
     durable::publish_dir(&path, &doomed).map_err(failed)?;
     if tags::read(&doomed).is_pinned() {
-        durable::publish_dir(&doomed, &path)
-            .map_err(|source| Error::Write { path: path.path().to_owned(), source })?;
+        durable::publish_dir(&doomed, &path).map_err(|source| Error::Write { path: path.path().to_owned(), source })?;
         return Err(Error::Pinned(id));
     }
     let others: Vec<Image> = images.into_iter().filter(|image| image.id != id).collect();

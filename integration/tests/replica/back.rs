@@ -189,5 +189,5 @@ fn a_pack_that_is_about_to_go_is_kept_for_a_fetched_image() {
     fs::write(&mark, "{}").unwrap();
     here.folder.remove(&here.lock, &id(1)).unwrap();
     let (_, bytes) = here.fetch(&replica, id(1)).unwrap();
-    assert_eq!((bytes, mark.exists()), (0, false));
+    assert_eq!((bytes, mark.is_there()), (0, false));
 }

@@ -145,7 +145,7 @@ pub(super) fn interposer(
             spec.environment.insert(name.into(), value);
             memory::prepare(config.gpu.memory, &mut spec.environment);
             if let Some(area) = area {
-                spec.environment.insert(helpers::LANDING.into(), area.landing_dir().into());
+                spec.environment.insert(helpers::LANDING.into(), area.landing_dir().path().into());
             }
             Some(path)
         }

@@ -4,9 +4,9 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use rekindle_os::beneath::Beneath;
 use super::{Error, FILES, Records, absolute, remaps};
 use crate::proto::{FileEntry, RegFileEntry};
+use rekindle_os::beneath::Beneath;
 
 /// A file that a restore needs unchanged, because nothing puts it back: mapped, executed, or open for reading.
 #[derive(Debug, Clone, PartialEq, Eq)]

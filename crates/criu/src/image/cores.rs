@@ -6,10 +6,10 @@
 
 use std::collections::BTreeMap;
 
-use rekindle_os::beneath::Beneath;
 use super::devices::images;
 use super::{Error, Records, damaged};
 use crate::proto::CoreEntry;
+use rekindle_os::beneath::Beneath;
 
 const CORE: u32 = 0x5505_3847;
 
@@ -44,9 +44,9 @@ fn cores(dir: &Beneath) -> Result<BTreeMap<i32, CoreEntry>, Error> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::beneath;
     use super::super::tests::write;
     use super::*;
-    use super::super::tests::beneath;
 
     #[test]
     fn the_bits_of_each_thread_and_who_is_stopped_are_read() {

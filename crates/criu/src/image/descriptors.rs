@@ -2,10 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use rekindle_os::beneath::Beneath;
 use super::devices::images;
 use super::{Error, FDINFO, FILES, IDS, Records};
 use crate::proto::{FdinfoEntry, KobjIds, ListenerFileEntry};
+use rekindle_os::beneath::Beneath;
 
 /// The numbers of the descriptors that each process of the image has, by its pid as it sees itself.
 ///
@@ -60,9 +60,9 @@ pub(super) fn table_of(dir: &Beneath, pid: i32) -> Result<Vec<FdinfoEntry>, Erro
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::beneath;
     use super::super::tests::write;
     use super::*;
-    use super::super::tests::beneath;
 
     #[test]
     fn sockets_that_wait_for_connections_are_found_once() {

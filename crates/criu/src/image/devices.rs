@@ -4,13 +4,12 @@
 //! `VMA_EXT_PLUGIN` without pages; a restore would ask the plugin for both. This module changes them to what CRIU
 //! itself writes for /dev/null and for anonymous memory.
 
-
 use prost::Message;
 
-use rekindle_os::beneath::Beneath;
 use super::rewrite::{rewrite, with_fields};
 use super::{Error, FDINFO, FILES, IDS, Records, damaged, names_in};
 use crate::proto::{FdinfoEntry, KobjIds, NullFileEntry, PluginFileEntry, VmaEntry};
+use rekindle_os::beneath::Beneath;
 
 pub(super) const MM: u32 = 0x5749_2820;
 

@@ -5,13 +5,13 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
-use rekindle_os::beneath::Beneath;
 use super::descriptors::table_of;
 use super::devices::{MM, images};
 use super::mappings::has_a_file;
 use super::rewrite::{rewrite, with_fields};
 use super::{Error, FILES, Records, absolute, damaged, remaps};
 use crate::proto::{FileEntry, MmEntry};
+use rekindle_os::beneath::Beneath;
 
 /// Where a process has a file of the image; its pid as it sees itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,11 +9,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
-use rekindle_os::beneath::Beneath;
 use super::descriptors::table_of;
 use super::devices::{MM, images};
 use super::{Error, FILES, Records, absolute, damaged, names, remaps};
 use crate::proto::{FileEntry, FileLockEntry, MmEntry};
+use rekindle_os::beneath::Beneath;
 use rekindle_os::ptrace::PosixLock;
 
 const FILE_LOCKS: u32 = 0x5432_3616;

@@ -5,11 +5,11 @@ use std::path::PathBuf;
 
 use prost::Message;
 
-use rekindle_os::beneath::Beneath;
 use super::devices::{MM, images};
 use super::rewrite::{rewrite, with_fields};
 use super::{Error, Records, damaged, names};
 use crate::proto::{MmEntry, VmaEntry};
+use rekindle_os::beneath::Beneath;
 
 /// Status of a mapping (`include/image.h`): `VMA_FILE_PRIVATE`, `VMA_FILE_SHARED`, `VMA_AREA_MEMFD`, and `VMA_EXT_PLUGIN`
 /// for a mapping that a plugin accepted.
@@ -120,10 +120,11 @@ fn opens_for_writing(vma: &VmaEntry) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use super::super::tests::beneath;
+    use super::*;
     use crate::image::{COMMON, FILES};
     use crate::proto::{FileEntry, RegFileEntry};
+    use std::path::Path;
 
     fn write<M: Message>(path: &Path, magic: u32, entries: &[M]) {
         let mut bytes: Vec<u8> = [COMMON, magic].iter().flat_map(|word| word.to_le_bytes()).collect();

@@ -1,9 +1,8 @@
 //! Memory that has a file without a place in the file system (memfd_create(2)), by the names that programs gave it.
 
-
-use rekindle_os::beneath::Beneath;
 use super::{Error, Records};
 use crate::proto::MemfdEntry;
+use rekindle_os::beneath::Beneath;
 
 const MEMFD: u32 = 0x4845_3499;
 
@@ -23,8 +22,8 @@ pub fn memfd_names(dir: &Beneath) -> Result<Vec<String>, Error> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use super::super::tests::beneath;
+    use super::*;
 
     #[test]
     fn names_are_read_and_damage_is_told() {

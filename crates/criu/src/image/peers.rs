@@ -4,11 +4,10 @@
 //! the image says that the job is connected to the listening socket, which is not in the image ("FATAL: Peer 123
 //! unresolved for 124", criu/sk-unix.c). Once the connection is accepted, CRIU itself refuses the dump.
 
-
-use rekindle_os::beneath::Beneath;
 use super::queues::holders;
 use super::{Error, FILES, Records};
 use crate::proto::QueuedFileEntry;
+use rekindle_os::beneath::Beneath;
 
 /// `USK_CALLBACK` and `USK_INHERIT`: another component restores it.
 const NOT_BY_CRIU: u32 = 1 << 2 | 1 << 3;

@@ -20,10 +20,10 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
-use rekindle_os::beneath::Beneath;
 use super::rewrite::rewrite;
 use super::{Error, FDINFO, FILES, IDS, Records, damaged, ids};
 use crate::proto::{ConnectedEntry, FdinfoEntry, KobjIds, PacketEntry, QueuedFileEntry};
+use rekindle_os::beneath::Beneath;
 
 const QUEUES: u32 = 0x5626_4026;
 const SCM_RIGHTS: u32 = 1;

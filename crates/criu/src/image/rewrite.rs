@@ -1,11 +1,10 @@
 //! Rewrites image files with changes. Unknown fields of a record are preserved.
 
-
 use prost::Message;
 use prost::encoding::{decode_varint, encode_varint};
 
-use rekindle_os::beneath::Beneath;
 use super::{COMMON, Error, Records, damaged, put};
+use rekindle_os::beneath::Beneath;
 
 /// Rewrites an image file if `change` returns a new record for any of its records.
 pub(super) fn rewrite<M: Message + Default>(

@@ -3,10 +3,10 @@
 use std::collections::HashSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use rekindle_os::beneath::Beneath;
 use super::rewrite::{rewrite, with_fields};
 use super::{Error, FILES, Records, damaged};
 use crate::proto::{FileEntry, InetSocketEntry};
+use rekindle_os::beneath::Beneath;
 
 /// `IPPROTO_TCP`.
 const TCP: u32 = 6;
@@ -115,8 +115,8 @@ fn without_connection(record: &[u8]) -> Option<Vec<u8>> {
 mod tests {
     use prost::Message;
 
-    use super::*;
     use super::super::tests::beneath;
+    use super::*;
 
     /// An entry with an unknown field: 13, as a message.
     fn socket(id: u32, state: u32, source: (&[u32], u32), destination: (&[u32], u32)) -> Vec<u8> {
@@ -161,7 +161,8 @@ mod tests {
             TcpSocket::Connected { local: end(40000), remote: end(8000) },
         ];
         assert_eq!(tcp_sockets(&beneath(dir.path())).unwrap(), expected);
-        let entries: Vec<FileEntry> = Records::open(beneath(dir.path()).join("files.img"), FILES).unwrap().all().unwrap();
+        let entries: Vec<FileEntry> =
+            Records::open(beneath(dir.path()).join("files.img"), FILES).unwrap().all().unwrap();
         let closed = entries[3].inet.as_ref().unwrap();
         assert_eq!((closed.state, closed.source_port, closed.destination_port), (7, 0, 0));
         let written = std::fs::read(dir.path().join("files.img")).unwrap();

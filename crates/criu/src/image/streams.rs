@@ -11,10 +11,10 @@ use std::net::SocketAddr;
 
 use prost::encoding::encode_varint;
 
-use rekindle_os::beneath::Beneath;
 use super::sockets::{TcpSocket, ends};
 use super::{COMMON, Error, FILES, Records, damaged, put};
 use crate::proto::{FileEntry, TcpStreamEntry};
+use rekindle_os::beneath::Beneath;
 
 const STREAM: u32 = 0x5146_5506;
 
@@ -154,9 +154,9 @@ pub fn complete(dir: &Beneath, end: &Behind, queue: &[u8]) -> Result<bool, Error
 mod tests {
     use prost::Message;
 
+    use super::super::tests::beneath;
     use super::super::tests::write;
     use super::*;
-    use super::super::tests::beneath;
     use crate::proto::InetSocketEntry;
 
     /// Of both ends of a connection: the state, the queues, and the numbers of their ends.

@@ -147,7 +147,10 @@ fn names_that_are_not_utf8_are_read_and_kept() {
     write(&path, FILES, &[record(reg(1, libc::O_RDWR)), record(link)]);
     let remap = RemapEntry { orig_id: 1, remap_id: 2, remap_type: Some(0) };
     write(&dir.path().join("remap-fpath.img"), REMAP, &[remap.encode_to_vec()]);
-    assert_eq!(link_remaps(&beneath(dir.path())).unwrap()[0].path, Path::new(OsStr::from_bytes(b"/data/link_remap.\xe9")));
+    assert_eq!(
+        link_remaps(&beneath(dir.path())).unwrap()[0].path,
+        Path::new(OsStr::from_bytes(b"/data/link_remap.\xe9"))
+    );
 }
 
 #[test]

@@ -1,12 +1,11 @@
 //! Timers that are descriptors (timerfd_create(2)).
 
-
 use prost::Message;
 
-use rekindle_os::beneath::Beneath;
 use super::rewrite::{rewrite, with_fields};
 use super::{Error, FILES, damaged};
 use crate::proto::TimerfdEntry;
+use rekindle_os::beneath::Beneath;
 
 /// Makes periodic timers fire again that had fired when the image was taken, and whose ticks nobody had read. The kernel
 /// shows no time until the next tick for them, because it starts them again when they are read. CRIU 4.2 sets them with
@@ -50,8 +49,8 @@ pub fn restart_timers(dir: &Beneath) -> Result<usize, Error> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use super::super::tests::beneath;
+    use super::*;
     use crate::image::{COMMON, Records};
 
     /// As `file_entry`.

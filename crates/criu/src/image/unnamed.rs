@@ -3,13 +3,14 @@
 //! CRIU makes these itself in a restore, from the content in the image. All other files it opens by a name.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use super::descriptors::table_of;
 use super::devices::{MM, images};
 use super::mappings::{has_a_file, is_memory};
 use super::{Error, FILES, FS, Records, absolute, remaps};
 use crate::proto::{FileEntry, FsEntry, MmEntry, VmaEntry};
+use rekindle_os::beneath::Beneath;
 
 /// A file that an image has without a name.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -62,7 +63,7 @@ impl UnnamedFiles {
     ///
     /// # Errors
     /// When an image file is missing or damaged.
-    pub fn read(dir: &Path) -> Result<UnnamedFiles, Error> {
+    pub fn read(dir: &Beneath) -> Result<UnnamedFiles, Error> {
         let deleted = deleted(dir)?;
         let mut all: BTreeMap<i32, Process> = BTreeMap::new();
         for pid in pids(dir, "ids-")?.into_iter().map(|(pid, _)| pid) {
@@ -132,13 +133,13 @@ impl FromIterator<(i32, i32, Option<Unnamed>)> for UnnamedFiles {
 /// `FD_TYPES__MEMFD`.
 const MEMFD: u32 = 18;
 
-fn pids(dir: &Path, prefix: &str) -> Result<Vec<(i32, PathBuf)>, Error> {
+fn pids(dir: &Beneath, prefix: &str) -> Result<Vec<(i32, Beneath)>, Error> {
     let all = images(dir, prefix)?.into_iter();
     Ok(all.filter_map(|(pid, path)| Some((pid.parse().ok()?, path))).collect())
 }
 
 /// The deleted files of files.img, by their ids.
-fn deleted(dir: &Path) -> Result<BTreeMap<u32, Unnamed>, Error> {
+fn deleted(dir: &Beneath) -> Result<BTreeMap<u32, Unnamed>, Error> {
     let remaps = remaps(dir)?;
     if remaps.is_empty() {
         return Ok(BTreeMap::new());
@@ -220,7 +221,7 @@ mod tests {
         write(&dir.join("mm-7.img"), MM, &[MmEntry { exe_file_id: 1, vmas }.encode_to_vec()]);
         write(&dir.join("fs-7.img"), FS, &[FsEntry { cwd_id: 2 }.encode_to_vec()]);
 
-        let found = UnnamedFiles::read(dir).unwrap();
+        let found = UnnamedFiles::read(&crate::image::tests::beneath(dir)).unwrap();
         let ghost = Known::Unnamed(Unnamed::Ghost("/tmp/ghost".into()));
         let link = Known::Unnamed(Unnamed::Link("/tmp/link_remap.3".into()));
         let [memory, ring] = [Unnamed::Memory, Unnamed::AioRing].map(Known::Unnamed);

@@ -19,10 +19,10 @@
 mod libraries;
 
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::Path;
 use std::time::Duration;
 
 use rekindle_criu::image::{self, Replaced};
+use rekindle_os::beneath::Beneath;
 use rekindle_os::{clock, process};
 
 use libraries::Libraries;
@@ -79,7 +79,7 @@ impl Devices {
     /// Removes the devices from the image in `criu_dir`, while all tasks are frozen. `root` is the root of the tree and
     /// `cuda` are the CUDA processes in it, as we see them. Returns notes for the user; or an error if the job could
     /// not run without the devices.
-    pub(crate) fn settle(&self, criu_dir: &Path, root: i32, cuda: &[i32]) -> Result<Vec<String>, Unsettled> {
+    pub(crate) fn settle(&self, criu_dir: &Beneath, root: i32, cuda: &[i32]) -> Result<Vec<String>, Unsettled> {
         let replaced = image::without_devices(criu_dir).map_err(|e| Unsettled::Refused(rekindle_base::chain(&e)))?;
         if replaced.is_empty() {
             return Ok(Vec::new());

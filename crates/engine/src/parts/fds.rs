@@ -12,10 +12,10 @@
 
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use rekindle_criu::image::{self, Queues, Stuck, keep_in_flight};
+use rekindle_os::beneath::Beneath;
 use rekindle_os::process;
 
 /// Number of attempts for a snapshot; each freezes a CUDA job for a checkpoint and a restore.
@@ -61,7 +61,7 @@ impl InFlight {
     /// Inspects the image in `criu_dir`, while all tasks of the tree below `root` are frozen, and repairs the order
     /// where possible. `names` are the processes' names by the pid that they see themselves.
     pub(crate) fn find(
-        criu_dir: &Path,
+        criu_dir: &Beneath,
         root: i32,
         names: &BTreeMap<i32, String>,
     ) -> Result<Option<InFlight>, image::Error> {

@@ -10,6 +10,7 @@ use std::path::Path;
 
 use super::{Error, Request};
 use crate::launch::{mapped, work};
+use rekindle_os::beneath::Beneath;
 use rekindle_store::Manifest;
 use rekindle_store::manifest::Landing;
 
@@ -26,7 +27,7 @@ pub(super) fn check(manifest: &Manifest, request: &Request<'_>) -> Result<(), Er
         result.map_err(|why| Error::NotOurs { path: file.path.to_path_buf(), why })?;
     }
     for landing in &manifest.landing {
-        let result = check_landing(landing, manifest, area.map(|area| area.landing_dir()).as_deref());
+        let result = check_landing(landing, manifest, area.map(|area| area.landing_dir()).as_ref().map(Beneath::path));
         result.map_err(|why| Error::NotOurs { path: landing.path.to_path_buf(), why })?;
     }
     Ok(())

@@ -24,6 +24,7 @@ use crate::steps::{self, Failed, Step, Timer};
 use rekindle_base::chain;
 use rekindle_criu::image::LostLocks;
 use rekindle_criu::{self as criu, Hooks, Notify, Place, Plugin, RestoreOptions};
+use rekindle_os::beneath::Beneath;
 use rekindle_os::clock::since_boot;
 use rekindle_os::exits::Watched;
 use rekindle_os::spawn::{Child, Ended};
@@ -331,7 +332,7 @@ pub(super) fn run_criu(
     let place = Place {
         criu: request.criu,
         init: world.init(),
-        images: &images,
+        images: images.path(),
         opened: opened.as_ref(),
         work: &work,
         timeout: request.timeout,
@@ -413,13 +414,13 @@ pub(super) fn run_criu(
 }
 
 /// A process below the restored root that was alive in the image (it has memory there) and is dead.
-fn died_while_restored(images: &Path) -> Option<(i32, Ended)> {
+fn died_while_restored(images: &Beneath) -> Option<(i32, Ended)> {
     let children = process::children(std::process::id().cast_signed());
     let restored = children.into_iter().filter(|pid| !rekindle_os::spawn::is_known(*pid));
     restored.flat_map(process::tree).find_map(|pid| {
         let ended = process::ended(pid)?;
         let inner = process::inner_pid(pid)?;
-        images.join(format!("mm-{inner}.img")).exists().then_some((inner, ended))
+        images.join(format!("mm-{inner}.img")).is_there().then_some((inner, ended))
     })
 }
 

@@ -107,14 +107,14 @@ fn into_folder(
         _ => {}
     }
     place.make_dir(0o700).map_err(failed)?;
-    let folder = Unpacked(place);
-    run(request, &path, cancelled)?;
+    let folder = Unpacked(place.clone());
+    run(request, &place, cancelled)?;
     // Not written: see `Image::unpacked`.
     let plain = Manifest { chunks: None, ..manifest.clone() };
-    Ok(Plain { image: Image::unpacked(&path, plain, request.folder.trust()), folder: Some(folder) })
+    Ok(Plain { image: Image::unpacked(&place, plain, request.folder.trust()), folder: Some(folder) })
 }
 
-fn run(request: &Request<'_>, into: &std::path::Path, cancelled: &(dyn Fn() -> bool + Sync)) -> Result<(), Error> {
+fn run(request: &Request<'_>, into: &Beneath, cancelled: &(dyn Fn() -> bool + Sync)) -> Result<(), Error> {
     let super::Unpacking { key, threads, progress, healing, .. } = request.unpacking;
     let unpacking = unpack::Unpacking { key, threads, progress, cancelled, healing };
     match unpacking.unpack(request.image, request.folder, into) {
@@ -200,7 +200,7 @@ mod tests {
         };
         let plain = make(&request, &|| false).unwrap();
         assert!(plain.image.is_good() && plain.image.form() == Form::Loose);
-        then(&plain.image.dir);
+        then(plain.image.dir.path());
     }
 
     /// Somebody who has the disk, and not the key, keeps what a restore leaves there, and puts other content beside it.

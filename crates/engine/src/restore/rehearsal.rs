@@ -175,8 +175,10 @@ fn try_it(script: &Script) -> Result<Duration, Failure> {
     let room = room(manifest, script.reserve)?;
     let work = WorkFolder::of_another_process(script.work.clone());
     let as_they_are = view::enter(&work.view(), room).map_err(|error| Failure::of(&error))?;
-    // What was opened before is outside of the view: the output of the running job would be cut.
+    // What was opened before leads around the view: the output of the running job would be cut.
     let folder = open().map_err(|error| Failure::of(&error))?;
+    let image = image.seen_from_here().map_err(|error| Failure::of(&error))?;
+    let manifest = image.manifest().ok_or_else(|| Failure::NotTried("the image is gone".into()))?;
     out_of_reach(&image, &as_they_are)?;
     if let Some(names) = &script.names {
         let put = mount(Some(names), "/etc/resolv.conf", None::<&str>, MsFlags::MS_BIND, None::<&str>);
@@ -230,7 +232,7 @@ fn harmless(image: &Image, manifest: &Manifest) -> Result<(), Failure> {
 /// Checks that the job has no files in the places that the view shows unchanged.
 fn out_of_reach(image: &Image, as_they_are: &[PathBuf]) -> Result<(), Failure> {
     let tables = ["files.img", "ghost-file.img", "remap-fpath.img"].map(|name| image.dir.join(CRIU_DIR).join(name));
-    let tables: Vec<Vec<u8>> = tables.iter().filter_map(|path| fs::read(path).ok()).collect();
+    let tables: Vec<Vec<u8>> = tables.iter().filter_map(|table| table.content(u64::MAX).ok()).collect();
     let names = |path: &&PathBuf| {
         // CRIU writes paths with and without the leading slash.
         let bytes = path.as_os_str().as_bytes();

@@ -9,6 +9,7 @@ use std::path::Path;
 use super::Error;
 use crate::parts::files::capture::Captured;
 use rekindle_criu::image::{self, CheckedFile};
+use rekindle_os::beneath::Beneath;
 use rekindle_store::JobPath;
 use rekindle_store::manifest::{KeptCopy, Landing, MappedFile, OpenFile, Owner, Recreate};
 
@@ -29,7 +30,11 @@ impl Recreated<'_> {
 }
 
 /// The files of the dump in `criu_dir` that nothing puts back.
-pub(super) fn files(criu_dir: &Path, put_back: Recreated<'_>, captured: &Captured) -> Result<Vec<MappedFile>, Error> {
+pub(super) fn files(
+    criu_dir: &Beneath,
+    put_back: Recreated<'_>,
+    captured: &Captured,
+) -> Result<Vec<MappedFile>, Error> {
     let found = image::checked_files(criu_dir)?.into_iter();
     let kept = &captured.read;
     // A file that the image contains may be gone already.

@@ -21,6 +21,7 @@ use crate::parts::tcp::waiting::{self, Unaccepted};
 use crate::parts::{access, affinity, fds::InFlight, groups, tcp};
 use rekindle_base::chain;
 use rekindle_criu as criu;
+use rekindle_os::beneath::Beneath;
 use rekindle_os::exits::Watched;
 use rekindle_os::{process, ptrace, ulp};
 use rekindle_store::ImageId;
@@ -73,8 +74,8 @@ pub(super) struct Still<'a, 'w> {
     pub(super) env: Env<'a>,
     pub(super) id: ImageId,
     /// The image, and CRIU's part of it.
-    pub(super) image: &'w Path,
-    pub(super) dir: &'w Path,
+    pub(super) image: &'w Beneath,
+    pub(super) dir: &'w Beneath,
     pub(super) seen: &'w mut Seen,
     pub(super) gpus: &'w Gpus,
     pub(super) devices: Option<&'w Devices>,

@@ -7,10 +7,10 @@
 //! file of it.
 
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 
-use rekindle_os::beneath::{Beneath, Owners};
+use rekindle_os::beneath::Beneath;
 use rekindle_os::shielded::shielded;
 use rekindle_store::JobFolder;
 
@@ -44,32 +44,19 @@ pub enum Error {
 ///
 /// # Errors
 /// When something else than a folder is there, or on its path; when the kernel has no such mounts.
-pub(crate) fn opened(folder: &JobFolder, path: &Path) -> Result<Option<OwnedFd>, Error> {
-    let Ok(inside) = path.strip_prefix(folder.path()) else { return Ok(None) };
-    let found = folder.dir().join(inside).folder();
-    let found = found.map_err(|source| Error::Folder { path: path.to_owned(), source })?;
-    shielded(&found).map(Some).map_err(|source| Error::Mount { path: path.to_owned(), source })
-}
-
-/// The path by which we ourselves read and rewrite what CRIU has written there.
-pub(crate) fn through(opened: Option<&OwnedFd>, path: &Path) -> PathBuf {
-    opened.map_or_else(|| path.to_owned(), |opened| format!("/proc/self/fd/{}", opened.as_raw_fd()).into())
-}
-
-/// The folder of an image that is being made.
-///
-/// # Errors
-/// When it cannot be opened.
-pub(crate) fn draft(folder: &JobFolder, path: &Path) -> io::Result<Beneath> {
-    match path.strip_prefix(folder.path()) {
-        Ok(inside) => Ok(folder.dir().join(inside)),
-        Err(_) => Beneath::root(path, Owners::Ours),
+pub(crate) fn opened(folder: &JobFolder, images: &Beneath) -> Result<Option<OwnedFd>, Error> {
+    let path = images.path();
+    if !path.starts_with(folder.path()) {
+        return Ok(None);
     }
+    let found = images.folder().map_err(|source| Error::Folder { path: path.to_owned(), source })?;
+    shielded(&found).map(Some).map_err(|source| Error::Mount { path: path.to_owned(), source })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rekindle_os::beneath::Owners;
     use rekindle_store::{Access, Store};
 
     #[test]
@@ -80,8 +67,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::open(&dir.path().join("store"), Access::Write).unwrap();
         let folder = store.create_job(&"train".parse().unwrap()).unwrap();
-        assert!(opened(&folder, Path::new("/run")).unwrap().is_none(), "in memory");
-        let criu = folder.path().join("slots/0/criu");
+        let memory = Beneath::root(dir.path(), Owners::Any).unwrap();
+        assert!(opened(&folder, &memory).unwrap().is_none(), "in memory");
+        let criu = folder.dir().join("slots/0/criu");
         assert!(matches!(opened(&folder, &criu), Err(Error::Folder { .. })));
         std::fs::create_dir_all(&criu).unwrap();
         assert!(opened(&folder, &criu).unwrap().is_some());

@@ -48,6 +48,7 @@ use nix::fcntl::{FcntlArg, fcntl};
 use nix::sys::stat::Mode;
 
 pub(crate) use expect::{Expected, Source, expect};
+use rekindle_os::beneath::Beneath;
 use rekindle_os::descriptors::{self, Room};
 use rekindle_os::parallel::cores;
 use supply::Supply;
@@ -169,14 +170,15 @@ impl Receivers {
     ///
     /// # Errors
     /// If there is no memory, or a FIFO or thread cannot be created. Then only the files of the spool remain.
-    pub(crate) fn start(criu_dir: &Path, spool: &Path, expected: &[Expected]) -> Result<Receivers, Error> {
+    pub(crate) fn start(criu_dir: &Beneath, spool: &Path, expected: &[Expected]) -> Result<Receivers, Error> {
         Receivers::start_with(criu_dir, spool, expected, threads())
     }
 
-    fn start_with(criu_dir: &Path, spool: &Path, expected: &[Expected], threads: usize) -> Result<Receivers, Error> {
+    fn start_with(criu_dir: &Beneath, spool: &Path, expected: &[Expected], threads: usize) -> Result<Receivers, Error> {
         let room = room(expected.len() + EXTRA)?;
         let ready = spool::make_ready(spool, expected, threads)?;
-        let fifos = (1..=expected.len() + EXTRA).map(|n| fifo(criu_dir.join(format!("pages-{n}.img"))));
+        let fifos =
+            (1..=expected.len() + EXTRA).map(|n| fifo(criu_dir.join(format!("pages-{n}.img")).path().to_owned()));
         let fifos = fifos.collect::<Result<Vec<Fifo>, Error>>()?;
         let supply = Supply::new(criu_dir, spool, ready);
         let shared = Arc::new(Shared::new(fifos, supply).map_err(Error::Threads)?);

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::CRIU_DIR;
 use super::mapped;
 use super::moment::{Moment, Still, Wrong};
-use super::opened::{draft, opened, through};
+use super::opened::opened;
 use super::pages::Drained;
 use super::prepare::Ready;
 use super::seen::{Gpus, Seen, copied};
@@ -26,6 +26,7 @@ use crate::steps::{self, Failed, Step, Timer};
 use rekindle_criu::{self as criu, DumpOptions, Hooks, Notify, Place, Plugin};
 use rekindle_cuda::copier;
 use rekindle_cuda::sharing::Own;
+use rekindle_os::beneath::{Beneath, Owners};
 use rekindle_os::spawn::Ended;
 use rekindle_os::{process, tcp_repair};
 use rekindle_store::manifest::{Kept, Landing, MappedFile, Phase, Recreate, SavedLink, TreeProcess};
@@ -246,18 +247,17 @@ impl Freeze<'_> {
 
     fn dump(&mut self) -> Result<(), Error> {
         let (env, subject, options) = (self.env, self.env.subject, self.env.subject.options);
-        let image = self.ready.target.dir().to_path_buf();
-        let images = image.join(CRIU_DIR);
+        let image = self.ready.target.dir().clone();
+        let dir = image.join(CRIU_DIR);
         let io = |what: &str| {
             let what = format!("dump: cannot {what}");
             move |source| Error::Io { what, source }
         };
-        let (opened, work) = (opened(subject.folder, &images)?, subject.work.criu());
-        let dir = through(opened.as_ref(), &images);
+        let (opened, work) = (opened(subject.folder, &dir)?, subject.work.criu());
         let place = Place {
             criu: subject.criu,
             init: subject.job.world.init(),
-            images: &images,
+            images: dir.path(),
             opened: opened.as_ref(),
             work: &work,
             timeout: options.dump_timeout,
@@ -313,12 +313,12 @@ impl Freeze<'_> {
             (Err(error), None) => return Err(error.into()),
         };
         let moment = moment.ok_or_else(silent)?;
-        let frozen = criu::image::frozen_time(&work).unwrap_or_default();
-        let draft = draft(subject.folder, &image).map_err(io("open the image"))?;
-        let saved = draft.join("dump.log").create_new(0o600);
+        let frozen = Beneath::root(&work, Owners::Any).map(|dir| criu::image::frozen_time(&dir).unwrap_or_default());
+        let frozen = frozen.unwrap_or_default();
+        let saved = image.join("dump.log").create_new(0o600);
         saved.and_then(|mut file| file.write_all(log.text().as_bytes())).map_err(io("save CRIU's log"))?;
         let ours = record::ours(&subject.ours, subject.work, &dir, env.root())?;
-        let recreate = record::keep_ours(&draft, &ours).map_err(io("save rekindle's own files"))?;
+        let recreate = record::keep_ours(&image, &ours).map_err(io("save rekindle's own files"))?;
         self.dumped = Some(Dumped { moment, drained, frozen, recreate });
         Ok(())
     }

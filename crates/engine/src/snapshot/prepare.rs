@@ -50,7 +50,7 @@ impl<'a> Ready<'a> {
             let landers = landers(area, gpus, &staying);
             target.free_landing_files(&landing::sizes(&landers), device.stays > 0)?;
             let dir = target.dir().join(CRIU_DIR);
-            receivers = Some(Receivers::start(&dir, &target.spool(), &pages(seen, gpus, &landers))?);
+            receivers = Some(Receivers::start(&dir, target.spool().path(), &pages(seen, gpus, &landers))?);
             armed = landing::arm(area, &target, &landers)?;
         }
         let tree = process::tree(env.root());

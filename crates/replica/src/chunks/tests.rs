@@ -93,7 +93,7 @@ fn open(path: &Path) -> Result<Replica> {
 fn a_damaged_chunk_is_taken_from_the_replica() {
     for key in [None, Some(Key::new(&[5; 32]))] {
         let ground = Ground::new(key);
-        Ground::harm(ground.folder.packs().dir());
+        Ground::harm(ground.folder.packs().dir().path());
         let healed = ground.heal(ground.replica.path());
         assert_eq!((healed.damaged, healed.from_replica, healed.lost.len()), (1, 1, 0), "{healed:?}");
         let healed = ground.heal(Path::new("/nowhere"));
@@ -104,7 +104,7 @@ fn a_damaged_chunk_is_taken_from_the_replica() {
 #[test]
 fn a_replica_that_cannot_be_opened_is_reported_and_asked_again() {
     let ground = Ground::new(None);
-    Ground::harm(ground.folder.packs().dir());
+    Ground::harm(ground.folder.packs().dir().path());
     let healed = ground.heal(Path::new("/nowhere"));
     assert_eq!((healed.from_replica, healed.lost.len()), (0, 1), "{healed:?}");
     assert!(healed.replica_failure.is_some_and(|why| why.contains("/nowhere")));
@@ -116,7 +116,7 @@ fn a_replica_that_cannot_be_opened_is_reported_and_asked_again() {
 #[test]
 fn a_chunk_that_is_damaged_in_the_replica_is_not_used() {
     let ground = Ground::new(None);
-    Ground::harm(ground.folder.packs().dir());
+    Ground::harm(ground.folder.packs().dir().path());
     Ground::harm(&ground.replica.path().join("j/packs"));
     let healed = ground.heal(ground.replica.path());
     assert_eq!((healed.from_replica, healed.lost.len(), healed.replica_failure), (0, 1, None));

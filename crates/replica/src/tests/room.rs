@@ -42,7 +42,7 @@ fn content_that_nobody_needs_makes_room_for_a_fetch_and_its_own_stays() {
     // One fetch and one persist were interrupted.
     other.pack(&[noise(1)]);
     other.pack(&(100..150).map(noise).collect::<Vec<_>>());
-    let free = || free_space(other.folder.path()).unwrap();
+    let free = || free_space(&rekindle_os::beneath::Beneath::at(other.folder.path()).unwrap()).unwrap();
     let replica = replica.with_min_free(free());
     let progress = Progress::default();
     let fetched = replica.fetch(id(1), &other.folder, &other.lock, None, &progress, &|| false);

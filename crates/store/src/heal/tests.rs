@@ -57,7 +57,11 @@ impl Three {
             cancelled: &|| false,
             healing: Some(&healing),
         };
-        let healed = unpacking.unpack(&self.images[usize::from(n) - 1], &self.ground.folder, &crate::tests::beneath(into.path()))?;
+        let healed = unpacking.unpack(
+            &self.images[usize::from(n) - 1],
+            &self.ground.folder,
+            &crate::tests::beneath(into.path()),
+        )?;
         for (path, content) in parts(n) {
             assert!(fs::read(into.path().join(path)).unwrap() == content, "{path}");
         }

@@ -1,6 +1,6 @@
+use std::fs;
 use std::path::Path;
 use std::path::PathBuf;
-use std::fs;
 use std::process::{Child, Command, Stdio};
 
 use super::watch::Watch;
@@ -82,7 +82,9 @@ fn two_processes_do_not_hold_it_at_once() {
     let mut child = another(dir.path());
     let error = lock(dir.path()).unwrap_err();
     assert!(matches!(&error, Error::Supervised { holder: Some(h), .. } if h.pid == child.id()), "{error}");
-    assert!(matches!(writer(&crate::tests::beneath(dir.path())).unwrap(), Writer::Known(holder) if holder.pid == child.id()));
+    assert!(
+        matches!(writer(&crate::tests::beneath(dir.path())).unwrap(), Writer::Known(holder) if holder.pid == child.id())
+    );
     child.kill().unwrap();
     child.wait().unwrap();
     assert_eq!(named(dir.path()).unwrap().pid, child.id(), "it could not give it back");

@@ -1,4 +1,3 @@
-use std::path::Path;
 use super::*;
 use crate::chunk::{CHUNK_MAX, ChunkId, Key};
 use crate::tests::manifest;
@@ -7,6 +6,7 @@ use proptest::prelude::*;
 use rekindle_base::interval;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 use std::time::Duration;
 
 fn part(path: &str) -> Part {

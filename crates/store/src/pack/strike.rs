@@ -64,7 +64,8 @@ pub(crate) fn strike(packs: &Packs, lock: &WriterLock, places: &[Place]) -> Resu
         lock.still_held()?;
         let path = packs.index_path(pack);
         let bytes = PackIndex::new(index.pack_len(), stays).to_bytes();
-        durable::write_file(&path, &bytes, 0o600).map_err(|source| Error::Write { path: path.path().to_owned(), source })?;
+        durable::write_file(&path, &bytes, 0o600)
+            .map_err(|source| Error::Write { path: path.path().to_owned(), source })?;
         struck += count;
     }
     Ok(struck)

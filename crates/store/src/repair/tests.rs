@@ -246,7 +246,15 @@ impl ChunkSource for Away {
 impl Ground {
     fn unpack_any(&self, image: &Image, key: Option<&Key>) -> Result<tempfile::TempDir, crate::unpack::Error> {
         let into = tempfile::tempdir_in(self.dir.path()).unwrap();
-        crate::unpack::unpack(image, &self.folder, &crate::tests::beneath(into.path()), key, 1, &Progress::default(), &|| false)?;
+        crate::unpack::unpack(
+            image,
+            &self.folder,
+            &crate::tests::beneath(into.path()),
+            key,
+            1,
+            &Progress::default(),
+            &|| false,
+        )?;
         Ok(into)
     }
 }

@@ -124,7 +124,7 @@ impl From<&Image> for Facts {
                 DamageKind::Broken => FactKind::Bad,
                 DamageKind::Newer | DamageKind::Unreadable | DamageKind::Unexpected | DamageKind::Untrusted => {
                     FactKind::Unknown
-                },
+                }
             },
         };
         Facts {

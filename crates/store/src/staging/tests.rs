@@ -247,9 +247,11 @@ fn an_area_of_another_store_is_left_over_once_its_supervisor_is_dead() {
     let open = fs::File::open(area.path().join("owner.json")).unwrap();
     assert!(!left[0].free(&Trust::default(), OnlyCopies::Discard) && area.is_there());
     drop(open);
+    let path = area.path().to_owned();
+    drop(area);
     // A child of another test may have it open until it executes its program.
     eventually(|| left[0].free(&Trust::default(), OnlyCopies::Discard).then_some(()));
-    assert!(!area.path().exists());
+    assert!(!path.exists());
 }
 
 /// A child of another test may hold the lock until it executes its program.
@@ -292,7 +294,10 @@ fn an_area_of_a_job_that_runs_on_another_machine_is_left_over() {
     .unwrap();
     let left = find();
     assert_eq!((left.len(), left[0].needed), (1, None), "{:?}", folder.images());
-    assert!(left[0].free(&Trust::default(), OnlyCopies::Keep) && !area.path().exists());
+    // It has it open.
+    let path = area.path().to_owned();
+    drop(area);
+    assert!(left[0].free(&Trust::default(), OnlyCopies::Keep) && !path.exists());
 }
 
 /// What is in memory has no hashes, and its signature is worth nothing on a disk.
@@ -372,6 +377,10 @@ fn an_image_whose_stored_copy_is_damaged_is_needed_in_memory_and_is_stored_again
     fs::remove_file(&manifest).unwrap();
     fs::create_dir(&manifest).unwrap();
     assert!(folder.is_stored(id(1)) && !folder.is_stored_besides(&staged));
+    let packing = packing(crate::chunk::Compression::None, None);
+    persist(&staged, &folder, &lock, &packing, &Progress::default(), &|| false).unwrap_err();
+    assert!(manifest.is_dir(), "what others put there is not removed");
+    fs::remove_dir(&manifest).unwrap();
     assert!(store(&lock).is_good() && folder.is_stored_besides(&staged));
     area.close().unwrap();
     drop(dir);

@@ -167,18 +167,21 @@ fn marks_come_and_go() {
 }
 
 #[test]
-fn a_mark_that_can_not_be_read_is_a_mark() {
+fn a_mark_that_cannot_be_read_is_a_mark() {
     let home = Home::new();
     let image = home.publish(0);
     let path = image.dir.join("bad.json");
-    let spoil: [fn(&Path); 3] = [
-        |path| fs::write(path, b"").unwrap(),
-        |path| fs::create_dir(path).unwrap(),
-        |path| std::os::unix::fs::symlink("bad.json", path).unwrap(),
-    ];
+    fs::write(&path, b"").unwrap();
+    assert!(matches!(&home.folder.images().unwrap()[0].state, State::Bad { .. }));
+    fs::remove_file(&path).unwrap();
+    // It is no damage, and nothing is removed because of it.
+    let spoil: [fn(&Path); 2] =
+        [|path| fs::create_dir(path).unwrap(), |path| std::os::unix::fs::symlink("bad.json", path).unwrap()];
     for make in spoil {
         make(path.path());
-        assert!(matches!(&home.folder.images().unwrap()[0].state, State::Bad { .. }));
+        let image = home.folder.images().unwrap().remove(0);
+        assert_eq!(damage_of(&home).kind, DamageKind::Unexpected);
+        assert!(!image.is_good() && !image.is_damaged());
         fs::remove_dir(&path).or_else(|_| fs::remove_file(&path)).unwrap();
     }
     assert!(home.folder.images().unwrap()[0].is_good());

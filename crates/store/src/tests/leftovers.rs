@@ -86,14 +86,18 @@ fn nothing_else_is_swept() {
         home.image_path("notes.txt"),
         home.image_path(".tmp-mine"),
         home.image_path(".del-"),
-        crate::tests::beneath(&home.folder.log_dir().join(".tmp-output")),
+        home.folder.log_dir().join(".tmp-output"),
         crate::tests::beneath(&home.folder.path().join("job.json")),
         crate::tests::beneath(&home.store.path().join(".tmp-foreign")),
     ];
     for path in &files {
         fs::write(path, b"x").unwrap();
     }
-    for path in [home.image_path("lost+found"), crate::tests::beneath(&home.folder.path().join(".tmp-folder")), image.dir.join("criu/.tmp-")] {
+    for path in [
+        home.image_path("lost+found"),
+        crate::tests::beneath(&home.folder.path().join(".tmp-folder")),
+        image.dir.join("criu/.tmp-"),
+    ] {
         fs::create_dir(path).unwrap();
     }
     std::os::unix::fs::symlink("/", home.folder.path().join(".tmp-link")).unwrap();

@@ -28,7 +28,13 @@ fn only_the_owner_can_enter() {
     let home = Home::new();
     let image = home.publish(0);
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
-    for path in [home.store.path(), home.folder.path(), home.folder.images_dir().path(), &home.folder.log_dir(), image.dir.path()] {
+    for path in [
+        home.store.path(),
+        home.folder.path(),
+        home.folder.images_dir().path(),
+        home.folder.log_dir().path(),
+        image.dir.path(),
+    ] {
         assert_eq!(mode(path), 0o700, "{}", path.display());
     }
     assert_eq!(mode(&home.folder.path().join("lock")), 0o600);

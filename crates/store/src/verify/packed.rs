@@ -71,8 +71,9 @@ pub(super) fn look(image: &Image) -> Result<(ChunkMap, Index), PartReport> {
         },
     })?;
     let packs = packs_of(image);
-    let index =
-        packs.index().map_err(|error| PartReport { path: packs.dir().path().to_owned(), finding: unreadable(&error) })?;
+    let index = packs
+        .index()
+        .map_err(|error| PartReport { path: packs.dir().path().to_owned(), finding: unreadable(&error) })?;
     Ok((map.unwrap_or_default(), index))
 }
 

@@ -1,8 +1,9 @@
 use super::super::tests::write;
 use prost::encoding::{decode_varint, encode_varint};
+use std::path::Path;
 
-use super::*;
 use super::super::tests::beneath;
+use super::*;
 use crate::proto::ExtFileEntry;
 
 /// `inventory`-like fields that are not read: 13 as a number, 20 as bytes.
@@ -98,7 +99,8 @@ fn devices_become_dev_null_and_memory() {
         Replaced { pid: 1002, descriptors: vec![3], mappings: 0, writable: 0 },
     ];
     assert_eq!(replaced, expected);
-    let files: Vec<PluginFileEntry> = Records::open(beneath(dir.path()).join("files.img"), FILES).unwrap().all().unwrap();
+    let files: Vec<PluginFileEntry> =
+        Records::open(beneath(dir.path()).join("files.img"), FILES).unwrap().all().unwrap();
     let names: Vec<&[u8]> = files.iter().map(|file| file.reg.as_ref().unwrap().name.as_slice()).collect();
     assert_eq!(names, [NAME, b"/dev/null", b"/dev/null"]);
     let ids: Vec<(u32, u32, u32)> = files.iter().map(|f| (f.kind, f.id, f.reg.as_ref().unwrap().id)).collect();

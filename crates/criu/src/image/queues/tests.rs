@@ -1,10 +1,10 @@
 use prost::Message;
 use tempfile::TempDir;
 
+use super::super::tests::beneath;
 use super::super::tests::write;
 use super::super::{COMMON, PSTREE};
 use super::*;
-use super::super::tests::beneath;
 use crate::proto::{PstreeEntry, ScmEntry};
 
 const UNIX: u32 = 5;
@@ -90,7 +90,8 @@ impl Scenery {
 }
 
 fn order(dir: &TempDir) -> Vec<u32> {
-    let entries: Vec<QueuedFileEntry> = Records::open(beneath(dir.path()).join("files.img"), FILES).unwrap().all().unwrap();
+    let entries: Vec<QueuedFileEntry> =
+        Records::open(beneath(dir.path()).join("files.img"), FILES).unwrap().all().unwrap();
     entries.iter().map(|entry| entry.id).collect()
 }
 

@@ -29,6 +29,7 @@ use super::place::Trusted;
 use super::rights::Table;
 use crate::launch::identity::Identity;
 use notes::Reason;
+use rekindle_os::beneath::Beneath;
 use rekindle_os::blocks::{self, Medium};
 use rekindle_os::identity;
 use rekindle_os::process;
@@ -245,7 +246,7 @@ impl Contents {
         &mut self,
         tree: &[i32],
         view: View<'_>,
-        draft: &Path,
+        draft: &Beneath,
         cancelled: &(dyn Fn() -> bool + Sync),
     ) -> io::Result<()> {
         let survey = self.find(select::written_now(tree), view)?;
@@ -296,7 +297,7 @@ impl Contents {
         files: &mut Vec<OpenFile>,
         mapped: Vec<PathBuf>,
         view: View<'_>,
-        draft: &Path,
+        draft: &Beneath,
         stopped: &(dyn Fn() -> bool + Sync),
     ) -> io::Result<Captured> {
         let open = files
@@ -353,7 +354,7 @@ impl Contents {
         captured.absent = absent.iter().map(|path| job_path(path)).collect::<io::Result<_>>()?;
         // A file that was closed since is not in the image.
         for (_, ahead) in std::mem::take(&mut self.ahead) {
-            let _ = fs::remove_file(draft.join(&ahead.part));
+            let _ = draft.join(&ahead.part).remove_file();
         }
         let group = |file: &OpenFile| file.group.as_ref().unwrap_or(&file.path).to_path_buf();
         let left_out = files.iter().filter(|file| file.part.is_none() && file.stamp.is_some());
@@ -375,7 +376,7 @@ impl Contents {
         read: Vec<PathBuf>,
         began: SystemTime,
         view: View<'_>,
-        draft: &Path,
+        draft: &Beneath,
         attributes: &mut Table,
     ) -> io::Result<BTreeMap<PathBuf, KeptCopy>> {
         let files: Vec<_> = view.with(|way| {
@@ -404,7 +405,7 @@ impl Contents {
     }
 
     /// Reads the copies that share blocks with files of the job, which runs again.
-    pub(crate) fn complete(&mut self, draft: &Path) -> io::Result<()> {
+    pub(crate) fn complete(&mut self, draft: &Beneath) -> io::Result<()> {
         for shared in std::mem::take(&mut self.shared) {
             copy::whole(&shared.copy, shared.size, &create(draft, &shared.part)?, &|| false)?;
         }
@@ -422,7 +423,7 @@ impl Contents {
         &mut self,
         file: &Found,
         opened: Option<Opened>,
-        draft: &Path,
+        draft: &Beneath,
         copies: &mut Vec<copy::Job>,
     ) -> io::Result<PartPath> {
         let size = file.metadata.size();
@@ -440,7 +441,7 @@ impl Contents {
         }
         let (part, into) = match ahead {
             Some(ahead) => {
-                let into = File::options().read(true).write(true).open(draft.join(&ahead.part))?;
+                let into = draft.join(&ahead.part).change()?;
                 (ahead.part, into)
             }
             None => {
@@ -649,10 +650,12 @@ fn job_path(path: &Path) -> io::Result<JobPath> {
     JobPath::new(path).map_err(io::Error::other)
 }
 
-fn create(draft: &Path, part: &PartPath) -> io::Result<File> {
-    let path = draft.join(part);
-    fs::create_dir_all(path.parent().unwrap_or(draft))?;
-    File::options().read(true).write(true).create_new(true).open(path)
+fn create(draft: &Beneath, part: &PartPath) -> io::Result<File> {
+    let file = draft.join(part);
+    if let Some(folder) = file.parent() {
+        folder.make_dirs(0o700)?;
+    }
+    file.create_new(0o600)
 }
 
 #[cfg(test)]

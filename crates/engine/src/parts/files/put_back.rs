@@ -294,7 +294,7 @@ pub(crate) fn put_back(
     for file in &manifest.mapped_files {
         let Some(copy) = &file.copy else { continue };
         let path = image.dir.join(&copy.part);
-        let content = copy.part.open(&image.dir).map_err(failed("read", &path))?;
+        let content = copy.part.open(&image.dir).map_err(failed("read", path.path()))?;
         let make = || content::make_read(file, &content, maker);
         if with_rights(&file.path, user, make)? {
             done.push(FileRollback::Made(file.path.to_path_buf()));
@@ -322,7 +322,7 @@ pub(crate) fn put_back(
         let content = match &file.part {
             Some(part) => {
                 let path = image.dir.join(part);
-                Some(part.open(&image.dir).map_err(failed("read", &path))?)
+                Some(part.open(&image.dir).map_err(failed("read", path.path()))?)
             }
             None => None,
         };

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::convert::Infallible;
 use std::ffi::{OsStr, OsString};
-use std::io::{self, Write};
+use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ use rekindle_store::{ImageId, JobPath, PartPath, PathError};
 
 /// The regular files that the frozen job has open for writing, with their present sizes. `root` is the root of the
 /// tree, as we see it: files are looked at through its mount namespace.
-pub(crate) fn open_for_writing(criu_dir: &Path, root: i32) -> Result<Vec<OpenFile>, image::Error> {
+pub(crate) fn open_for_writing(criu_dir: &Beneath, root: i32) -> Result<Vec<OpenFile>, image::Error> {
     let mut found: Vec<OpenFile> = Vec::new();
     // A server has tens of thousands, and the job is frozen.
     let mut places: HashMap<PathBuf, usize> = HashMap::new();
@@ -92,7 +92,7 @@ fn owners_in(pid: i32) -> BTreeMap<PathBuf, Owner> {
 /// (`put_back`), and of bound sockets; working directories; and all folders above them, except `ours`. A job removes some of them while it runs (for
 /// example the temporary ones of multiprocessing), and CRIU creates none.
 pub(crate) fn folders(
-    criu_dir: &Path,
+    criu_dir: &Beneath,
     root: i32,
     ours: &[&Path],
     put_back: &[&Path],
@@ -127,7 +127,7 @@ pub(crate) fn folders(
 
 /// The FIFOs with a name that the job has open. A program may remove its FIFOs when it ends, as mpirun does, and CRIU
 /// creates none that had a name.
-pub(crate) fn fifos(criu_dir: &Path, root: i32) -> Result<Vec<Fifo>, image::Error> {
+pub(crate) fn fifos(criu_dir: &Beneath, root: i32) -> Result<Vec<Fifo>, image::Error> {
     let fifo = |path: PathBuf| {
         let metadata = std::fs::symlink_metadata(path_in(root, &path)).ok().filter(|it| it.file_type().is_fifo())?;
         let path = JobPath::new(path).ok()?;
@@ -172,7 +172,7 @@ pub(crate) fn record_sizes_again(files: &mut [OpenFile], output: &Files) {
 /// dump is over, and needs it at a restore. No other image has a link of that name, also none of another job that was
 /// taken at the same time.
 pub(crate) fn save_links(
-    criu_dir: &Path,
+    criu_dir: &Beneath,
     root: i32,
     id: &ImageId,
     user: Option<&Identity>,
@@ -225,7 +225,7 @@ fn is_another(named: &std::fs::Metadata, holder: Option<Holder>, pids: &BTreeMap
 
 /// Changes CRIU's names in the image to names that no other image has: CRIU numbers them from the beginning in each dump.
 /// Two jobs that are restored at the same time would otherwise get each other's files.
-pub(crate) fn name_apart(criu_dir: &Path, links: &mut [SavedLink]) -> Result<(), Error> {
+pub(crate) fn name_apart(criu_dir: &Beneath, links: &mut [SavedLink]) -> Result<(), Error> {
     let name = |link: &SavedLink| {
         let mut name = link.saved.file_name().unwrap_or_default().to_owned();
         name.push(".open");
@@ -280,7 +280,7 @@ pub(crate) fn drop_links(links: &[SavedLink], root: i32, user: Option<&Identity>
 pub(crate) fn ours(
     given: &[PathBuf],
     work: &WorkFolder,
-    criu_dir: &Path,
+    criu_dir: &Beneath,
     root: i32,
 ) -> Result<Vec<PathBuf>, image::Error> {
     let mut all = given.to_vec();
@@ -308,8 +308,9 @@ pub(crate) fn keep_ours(image: &Beneath, ours: &[PathBuf]) -> io::Result<Vec<Rec
     let keep = |path: &PathBuf| {
         let name = path.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
         let part: PartPath = format!("files/{name}").parse().map_err(io::Error::other)?;
-        image.join(&part).create_new(0o600)?.write_all(&std::fs::read(path)?)?;
-        let mode = std::fs::metadata(path)?.mode() & 0o777;
+        let mut program = std::fs::File::open(path)?;
+        let mode = program.metadata()?.mode() & 0o777;
+        io::copy(&mut program, &mut image.join(&part).create_new(0o600)?)?;
         let path = JobPath::new(path.as_path()).map_err(io::Error::other)?;
         Ok(Recreate { path, mode, part })
     };
@@ -416,16 +417,16 @@ mod tests {
         let link = image_with_link(dir, std::os::fd::AsRawFd::as_raw_fd(&file));
         std::fs::hard_link(dir.join("other-name"), &link).unwrap();
         let (root, id) = (std::process::id().cast_signed(), ImageId::new(1, chrono::DateTime::UNIX_EPOCH));
-        let first = save_links(dir, root, &id, None).unwrap();
+        let first = save_links(&crate::samples::beneath(dir), root, &id, None).unwrap();
         // Another job takes its first image in the same second.
-        let mut second = save_links(dir, root, &id, None).unwrap();
+        let mut second = save_links(&crate::samples::beneath(dir), root, &id, None).unwrap();
         let inode = |path: &Path| std::fs::metadata(path).unwrap().ino();
         let [one, other] = [&first, &second].map(|links| links[0].saved.to_path_buf());
         assert_ne!(one, other);
         assert_eq!([inode(&one), inode(&other)], [file.metadata().unwrap().ino(); 2]);
 
-        name_apart(dir, &mut second).unwrap();
-        let named = image::link_remaps(dir).unwrap();
+        name_apart(&crate::samples::beneath(dir), &mut second).unwrap();
+        let named = image::link_remaps(&crate::samples::beneath(dir)).unwrap();
         assert_eq!(named[0].path, *second[0].link);
         let name = named[0].path.file_name().unwrap().to_str().unwrap();
         assert!(name.starts_with(SavedLink::PREFIX) && named[0].path != other, "{name}");
@@ -440,7 +441,7 @@ mod tests {
         let link = image_with_link(dir, std::os::fd::AsRawFd::as_raw_fd(&file));
         std::fs::write(&link, "of another job").unwrap();
         let (root, id) = (std::process::id().cast_signed(), ImageId::new(1, chrono::DateTime::UNIX_EPOCH));
-        let error = save_links(dir, root, &id, None).unwrap_err();
+        let error = save_links(&crate::samples::beneath(dir), root, &id, None).unwrap_err();
         assert!(matches!(&error, Error::Another(path) if *path == link), "{error}");
         let names = || std::fs::read_dir(dir).unwrap().flatten().map(|entry| entry.file_name());
         assert!(!names().any(|name| name.to_string_lossy().starts_with(SavedLink::PREFIX)));

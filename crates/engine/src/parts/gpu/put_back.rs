@@ -1,7 +1,6 @@
 //! Restores the GPUs of a job before any of its threads runs.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -10,6 +9,7 @@ use crate::launch::Job;
 use crate::parts::kept::put_back::{self as kept, Ahead};
 use rekindle_cuda::copier::Copier;
 use rekindle_cuda::{self as cuda, sharing};
+use rekindle_os::beneath::Beneath;
 use rekindle_os::{parallel, process, ptrace};
 use rekindle_store::Manifest;
 
@@ -229,7 +229,7 @@ pub(crate) struct Filling<'a> {
     /// The process that copies it.
     pub(crate) copier: &'a Copier,
     /// The image.
-    pub(crate) dir: &'a Path,
+    pub(crate) dir: &'a Beneath,
     /// What is being filled already.
     pub(crate) ahead: Option<Ahead<'a>>,
     /// Whether the restore has failed meanwhile. A copy is given up then: the end of the job does not end it.

@@ -6,7 +6,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::MetadataExt;
 
 use rekindle_base::chain;
 use rekindle_cuda::GpuUuid;
@@ -60,15 +60,13 @@ impl<'a> Room<'a> {
                 chain(&error)
             );
         }
-        let path = slot.kept_file();
+        let kept = slot.kept_file();
         let failed = |source| Error::Room { bytes, source };
-        let mut options = File::options();
-        let options = options.read(true).write(true).create(true).truncate(false).mode(0o600);
-        let file = options.open(&path).map_err(failed)?;
+        let file = kept.change_or_create(0o600).map_err(failed)?;
         let mut room = Room { copier, file, bytes: 0, reserve, reuse };
         if let Err(error) = room.grow(bytes) {
             // The driver copies that memory now, and needs the room.
-            let _ = std::fs::remove_file(&path);
+            let _ = kept.remove_file();
             copier.forget();
             return Err(error);
         }

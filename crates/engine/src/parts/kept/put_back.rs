@@ -7,12 +7,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
-use std::path::Path;
 
 use rekindle_base::chain;
 use rekindle_cuda::GpuUuid;
 use rekindle_cuda::copier::{self, Copier, Copying, Reuse, Way};
 use rekindle_cuda::sharing::{self, Sharing, Staying};
+use rekindle_os::beneath::Beneath;
 use rekindle_os::descriptors::{self, Room};
 use rekindle_store::Manifest;
 use rekindle_store::manifest::{Kept, KeptPiece};
@@ -53,7 +53,7 @@ pub(crate) struct Ahead<'a> {
 
 impl<'a> Ahead<'a> {
     /// Begins, if that is possible: the process that copies runs, and the image says which GPU has what.
-    pub(crate) fn begin(copier: &'a Copier, dir: &Path, manifest: &'a Manifest) -> Option<Ahead<'a>> {
+    pub(crate) fn begin(copier: &'a Copier, dir: &Beneath, manifest: &'a Manifest) -> Option<Ahead<'a>> {
         let kept = manifest.kept.as_ref().filter(|kept| !kept.pieces.is_empty() && copier.can_make())?;
         let pieces = kept.pieces.as_slice();
         let gpu = |piece: &KeptPiece| manifest.gpus.get(piece.gpu?)?.uuid.parse::<GpuUuid>().ok();
@@ -109,7 +109,7 @@ fn tell_of(error: &Error) {
 }
 
 /// Opens the image's file, and has it mapped by the process that copies.
-fn open(copier: &Copier, dir: &Path, kept: &Kept) -> Result<File, Error> {
+fn open(copier: &Copier, dir: &Beneath, kept: &Kept) -> Result<File, Error> {
     let end = kept.pieces.iter().map(|piece| piece.offset.saturating_add(piece.bytes)).max().unwrap_or(0);
     // A link could lead to a file that the job may not read.
     let file = kept.part.open_for_device(dir).map_err(Error::File)?;
@@ -120,7 +120,7 @@ fn open(copier: &Copier, dir: &Path, kept: &Kept) -> Result<File, Error> {
 /// Fills new memory from the image in `dir`, unless that is given up.
 pub(crate) fn fill(
     copier: &Copier,
-    dir: &Path,
+    dir: &Beneath,
     kept: Option<&Kept>,
     made: &[Staying],
     is_given_up: &dyn Fn() -> bool,

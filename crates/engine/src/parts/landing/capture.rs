@@ -58,8 +58,8 @@ pub(crate) fn arm(area: &Area, slot: &Filling, landers: &[Lander]) -> Result<Arm
     let cpus: Vec<(u64, Option<String>)> =
         landers.iter().map(|lander| (lander.bytes, process::status(lander.outer, "Cpus_allowed"))).collect();
     for ((lander, file), own) in landers.iter().zip(slot.landing_files(&sizes(landers))?).zip(&cpus) {
-        let name = area.landing_dir().join(lander.inner.to_string());
-        name_it(&file, &name, lander.outer).map_err(failed("name the landing file", &name))?;
+        let name = area.landing_dir().join(lander.inner.to_string()).path().to_owned();
+        name_it(file.path(), &name, lander.outer).map_err(failed("name the landing file", &name))?;
         armed.files.push((*lander, name.clone()));
         shares::tell(&name, shares::of(own, &cpus)).map_err(failed("name the landing file", &name))?;
     }

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 
 use super::shares;
 use crate::launch::identity::Identity;
+use rekindle_os::beneath::Beneath;
 use rekindle_os::cgroup;
 use rekindle_os::pages;
 use rekindle_os::parallel::in_parallel;
@@ -71,7 +72,7 @@ pub(crate) fn put_empty(manifest: &Manifest, user: Option<&Identity>) -> Result<
 fn put_one(image: &Image, landing: &Landing, user: Option<&Identity>) -> io::Result<()> {
     let from = image.dir.join(&landing.part);
     make_room(&landing.path)?;
-    if !(image.is_staged() && fs::hard_link(&from, &landing.path).is_ok()) {
+    if !(image.is_staged() && fs::hard_link(from.path(), &landing.path).is_ok()) {
         copy(&from, &landing.path)?;
     }
     give(&landing.path, user)
@@ -97,8 +98,8 @@ fn give(path: &Path, user: Option<&Identity>) -> io::Result<()> {
 /// Bytes that one thread copies at a time.
 const STRETCH: u64 = 256 << 20;
 
-fn copy(from: &Path, to: &Path) -> io::Result<()> {
-    let source = File::open(from)?;
+fn copy(from: &Beneath, to: &Path) -> io::Result<()> {
+    let source = from.read()?;
     let target = File::options().read(true).write(true).create_new(true).mode(0o600).open(to)?;
     let len = source.metadata()?.size();
     // On a tmpfs as large as the machine's memory, a lack of memory would not be an error: the OOM killer would end a
@@ -110,7 +111,7 @@ fn copy(from: &Path, to: &Path) -> io::Result<()> {
     pages::make_present(&target, len)?;
     let stretches = (0..len.div_ceil(STRETCH)).collect();
     let copy_one = |n: u64| {
-        let (mut source, mut target) = (File::open(from)?, File::options().write(true).open(to)?);
+        let (mut source, mut target) = (from.read()?, File::options().write(true).open(to)?);
         let start = n * STRETCH;
         io::Seek::seek(&mut source, io::SeekFrom::Start(start))?;
         io::Seek::seek(&mut target, io::SeekFrom::Start(start))?;
@@ -141,7 +142,7 @@ mod tests {
         for place in [Place::Staged, Place::Stored] {
             let image = Image {
                 id: ImageId::new(1, chrono::DateTime::UNIX_EPOCH),
-                dir: dir.path().join("image"),
+                dir: crate::samples::beneath(&dir.path().join("image")),
                 state: State::Good(Box::new(manifest.clone())),
                 place,
                 trust: Default::default(),
@@ -158,7 +159,7 @@ mod tests {
         fs::remove_file(&part).unwrap();
         let image = Image {
             id: ImageId::new(1, chrono::DateTime::UNIX_EPOCH),
-            dir: dir.path().join("image"),
+            dir: crate::samples::beneath(&dir.path().join("image")),
             state: State::Good(Box::new(manifest.clone())),
             place: Place::Stored,
             trust: Default::default(),

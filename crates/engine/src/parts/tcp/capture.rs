@@ -13,13 +13,13 @@
 
 use std::collections::HashSet;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
 use crate::launch::group::Subnet;
 use rekindle_criu::Tcp;
 use rekindle_criu::image::{self, close_connections_outwards};
+use rekindle_os::beneath::Beneath;
 use rekindle_os::process;
 
 /// `snapshot.tcp`.
@@ -86,7 +86,7 @@ pub(crate) fn close_in_image(
     wanted: TcpChoice,
     dumped: Tcp,
     group: Option<Subnet>,
-    criu_dir: &Path,
+    criu_dir: &Beneath,
 ) -> Result<(), image::Error> {
     if (wanted, dumped) == (TcpChoice::Auto, Tcp::Keep) {
         let closed = close_connections_outwards(criu_dir, &|at| group.is_some_and(|group| group.contains(at)))?;
@@ -100,7 +100,7 @@ pub(crate) fn close_in_image(
 pub(crate) fn close_with_tls(
     dumped: Tcp,
     found: &[(SocketAddr, SocketAddr)],
-    criu_dir: &Path,
+    criu_dir: &Beneath,
 ) -> Result<Option<String>, image::Error> {
     if found.is_empty() || dumped == Tcp::Close {
         return Ok(None);
@@ -193,7 +193,7 @@ mod tests {
         std::fs::write(dir.path().join("files.img"), [0x5456_4319_u32, 0x5630_3138].map(u32::to_le_bytes).concat())
             .unwrap();
         let end = |port| SocketAddr::new(Ipv4Addr::LOCALHOST.into(), port);
-        let note = |dumped, found: &[_]| close_with_tls(dumped, found, dir.path()).unwrap();
+        let note = |dumped, found: &[_]| close_with_tls(dumped, found, &crate::samples::beneath(dir.path())).unwrap();
         assert_eq!((note(Tcp::Keep, &[]), note(Tcp::Close, &[(end(1), end(2))])), (None, None));
         let text = note(Tcp::Keep, &[(end(1), end(2))]).unwrap();
         assert!(text.contains("kernel TLS") && text.ends_with("to 127.0.0.1:2"), "{text}");

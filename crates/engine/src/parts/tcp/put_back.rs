@@ -3,16 +3,16 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::path::Path;
 
 use rekindle_criu::image::{TcpSocket, tcp_sockets};
+use rekindle_os::beneath::Beneath;
 use rekindle_os::sock_diag::{self, Ending};
 
 /// Closes the connections that would block this image, and returns how many. Only those that no process has:
 /// - connections that are in the image, with both ends: they can only be the job's;
 /// - connections at an address where the image listens, if the other side has received everything: the job made them
 ///   after the image. Another program cannot listen there if a restore is to succeed.
-pub(crate) fn free(criu_dir: &Path) -> io::Result<usize> {
+pub(crate) fn free(criu_dir: &Beneath) -> io::Result<usize> {
     let wanted = tcp_sockets(criu_dir).map_err(io::Error::other)?;
     if wanted.is_empty() {
         return Ok(0);

@@ -4,9 +4,9 @@
 //! long as the tasks are frozen: it is added to the image.
 
 use std::collections::HashMap;
-use std::path::Path;
 
 use rekindle_criu::image::{self, Behind};
+use rekindle_os::beneath::Beneath;
 use rekindle_os::{process, tcp_repair};
 
 /// Why a connection could not be completed.
@@ -21,7 +21,7 @@ pub(crate) enum Error {
 
 /// Completes the connections inside the image; called while all tasks are frozen and their connections in repair mode. Returns
 /// how many lacked data. `tree` are pids as we see them.
-pub(crate) fn complete(criu_dir: &Path, tree: &[i32]) -> Result<usize, Error> {
+pub(crate) fn complete(criu_dir: &Beneath, tree: &[i32]) -> Result<usize, Error> {
     let behind = image::behind(criu_dir)?;
     if behind.is_empty() {
         return Ok(0);

@@ -57,7 +57,7 @@ fn play(
     let mut reaper = reaper::unpack(dir.path()).unwrap();
     let (mut manifest, mut lost_locks) = (samples::manifest(), LostLocks::default());
     change(&mut manifest, &mut lost_locks, &mut reaper);
-    let image = Image::unpacked(dir.path(), manifest.clone(), &Trust::default());
+    let image = Image::unpacked(&crate::samples::beneath(dir.path()), manifest.clone(), &Trust::default());
     let false_criu = Criu::known("/bin/false".into(), Version(4, 2, 0));
     let inits = Mutex::new(Vec::new());
     let note = |world: &World| {

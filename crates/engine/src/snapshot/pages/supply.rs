@@ -5,11 +5,12 @@ use std::path::{Path, PathBuf};
 
 use super::spool::Spool;
 use rekindle_criu::image;
+use rekindle_os::beneath::Beneath;
 
 /// The files of the spool that are not in use yet.
 #[derive(Debug)]
 pub(super) struct Supply {
-    criu_dir: PathBuf,
+    criu_dir: Beneath,
     spool: PathBuf,
     ready: Vec<Spool>,
     /// Page maps that were already assigned to a pages file.
@@ -17,8 +18,8 @@ pub(super) struct Supply {
 }
 
 impl Supply {
-    pub(super) fn new(criu_dir: &Path, spool: &Path, ready: Vec<Spool>) -> Supply {
-        Supply { criu_dir: criu_dir.into(), spool: spool.into(), ready, known: Vec::new() }
+    pub(super) fn new(criu_dir: &Beneath, spool: &Path, ready: Vec<Spool>) -> Supply {
+        Supply { criu_dir: criu_dir.clone(), spool: spool.into(), ready, known: Vec::new() }
     }
 
     /// The file for `pages-N.img`, which CRIU has opened. If the owner of the pages is unknown, it is an unprepared

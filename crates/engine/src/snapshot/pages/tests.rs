@@ -40,7 +40,8 @@ impl Area {
 
     /// Starts receivers for processes 1, 2, ... with these sizes.
     fn start(&self, bytes: &[u64], threads: usize) -> Receivers {
-        Receivers::start_with(&self.criu(), &self.spool(), &processes(bytes), threads).unwrap()
+        Receivers::start_with(&crate::samples::beneath(&self.criu()), &self.spool(), &processes(bytes), threads)
+            .unwrap()
     }
 
     fn empty_images(&self) {
@@ -149,7 +150,7 @@ fn a_file_goes_where_pages_were_made_ready_for_it() {
     let area = Area::new();
     let sources = [Source::Process(1000), Source::Process(1001), Source::Shared(77), Source::Shared(78)];
     let expected = sources.map(|source| Expected { source, bytes: 3 * MIB as u64 });
-    let receivers = Receivers::start_with(&area.criu(), &area.spool(), &expected, 2).unwrap();
+    let receivers = Receivers::start_with(&crate::samples::beneath(&area.criu()), &area.spool(), &expected, 2).unwrap();
     let inode = |path: PathBuf| fs::metadata(path).unwrap().ino();
     let ready = sources.map(|source| inode(area.spool().join(source.to_string())));
     // CRIU's order, with one file that was not expected; CRIU may have continued since we looked.
@@ -250,7 +251,7 @@ fn a_writer_is_not_left_waiting_when_nobody_receives_any_more() {
 fn a_name_that_is_taken_leaves_nothing_behind() {
     let area = Area::new();
     fs::write(area.pages(3), "there").unwrap();
-    let error = Receivers::start(&area.criu(), &area.spool(), &processes(&[0])).unwrap_err();
+    let error = Receivers::start(&crate::samples::beneath(&area.criu()), &area.spool(), &processes(&[0])).unwrap_err();
     assert!(matches!(&error, Error::Fifo { path, .. } if *path == area.pages(3)), "{error:?}");
     assert!(area.is_clean());
     assert_eq!(fs::read(area.pages(3)).unwrap(), b"there");
@@ -283,7 +284,9 @@ impl Drop for SmallMemory {
 #[test]
 fn a_full_tmpfs_is_an_error_before_and_one_meanwhile() {
     let Some(SmallMemory(area)) = &SmallMemory::mount() else { return };
-    let error = Receivers::start(&area.criu(), &area.spool(), &processes(&[4 << 20, 100 << 20])).unwrap_err();
+    let error =
+        Receivers::start(&crate::samples::beneath(&area.criu()), &area.spool(), &processes(&[4 << 20, 100 << 20]))
+            .unwrap_err();
     assert!(matches!(error, Error::Full { .. }) && error.to_string().contains("snapshot.staging"), "{error}");
     assert!(area.is_clean());
     fs::remove_file(area.spool().join("2")).unwrap();
@@ -306,7 +309,12 @@ fn a_job_may_have_more_processes_than_the_soft_limit_has_descriptors() {
     let limits = || getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     let ((before, hard), area) = (limits(), Area::new());
     setrlimit(Resource::RLIMIT_NOFILE, 700.min(hard), hard).unwrap();
-    let receivers = Receivers::start_with(&area.criu(), &area.spool(), &processes(&[PAGE as u64; 500]), 2);
+    let receivers = Receivers::start_with(
+        &crate::samples::beneath(&area.criu()),
+        &area.spool(),
+        &processes(&[PAGE as u64; 500]),
+        2,
+    );
     // Other tests of this process may need room, too: they could open nothing if the limit fell while all of these
     // are open.
     let raised = limits().0;

@@ -1,7 +1,7 @@
-use std::fs;
 use super::*;
 use proptest::prelude::*;
 use prost::Message as _;
+use std::fs;
 use std::path::Path;
 
 const C: u64 = CHUNK as u64;
@@ -57,7 +57,10 @@ fn files_are_cut_at_multiples() {
     let dir = Path::new("/nowhere");
     assert_eq!(Cuts::of(&crate::tests::beneath(dir), "gpu/1", 0).count(), 0);
     assert_eq!(Cuts::of(&crate::tests::beneath(dir), "gpu/1", 1).collect::<Vec<_>>(), [(0, 1)]);
-    assert_eq!(Cuts::of(&crate::tests::beneath(dir), "gpu/1", 2 * C + 5).collect::<Vec<_>>(), [(0, CHUNK), (C, CHUNK), (2 * C, 5)]);
+    assert_eq!(
+        Cuts::of(&crate::tests::beneath(dir), "gpu/1", 2 * C + 5).collect::<Vec<_>>(),
+        [(0, CHUNK), (C, CHUNK), (2 * C, 5)]
+    );
 }
 
 #[test]

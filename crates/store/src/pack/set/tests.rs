@@ -1,7 +1,7 @@
-use std::fs;
 use super::*;
 use crate::chunk::ChunkId;
 use crate::pack::index::tests::pack;
+use std::fs;
 
 struct Ground {
     dir: tempfile::TempDir,

@@ -97,7 +97,9 @@ fn a_place_that_can_not_be_written_is_no_damage() {
     let (ground, image) = one_image();
     let into = tempfile::tempdir().unwrap();
     fs::write(into.path().join("b"), b"in the way").unwrap();
-    let error = unpack(&image, &ground.folder, &crate::tests::beneath(into.path()), None, 1, &Progress::default(), &|| false).unwrap_err();
+    let error =
+        unpack(&image, &ground.folder, &crate::tests::beneath(into.path()), None, 1, &Progress::default(), &|| false)
+            .unwrap_err();
     assert!(matches!(&error, unpack::Error::Write { path, .. } if path.ends_with("b")), "{error:?}");
     assert!(!error.is_damage());
 }
@@ -106,7 +108,8 @@ fn a_place_that_can_not_be_written_is_no_damage() {
 fn unpacking_can_be_called_off() {
     let (ground, image) = one_image();
     let into = tempfile::tempdir().unwrap();
-    let result = unpack(&image, &ground.folder, &crate::tests::beneath(into.path()), None, 1, &Progress::default(), &|| true);
+    let result =
+        unpack(&image, &ground.folder, &crate::tests::beneath(into.path()), None, 1, &Progress::default(), &|| true);
     assert!(matches!(result, Err(unpack::Error::Cancelled)), "{result:?}");
 }
 

@@ -49,7 +49,8 @@ fn a_full_disk_leaves_what_was_there_and_says_so() {
             }
         }
         let into = tempfile::tempdir().unwrap();
-        unpack(&old, &ground.folder, &crate::tests::beneath(into.path()), None, 1, &Progress::default(), &|| false).unwrap();
+        unpack(&old, &ground.folder, &crate::tests::beneath(into.path()), None, 1, &Progress::default(), &|| false)
+            .unwrap();
         assert_eq!(fs::read(into.path().join("a")).unwrap(), noise(1, 1000));
     }
     assert!(full > 2 && done > 0, "{full} full, {done} done");
@@ -62,7 +63,15 @@ fn memory_that_is_full_ends_the_unpacking_and_is_no_damage() {
     let image = ground.persist(&ground.stage(1, &[("a", content.clone())])).unwrap();
     for (mib, has_room) in [(4, false), (9, true)] {
         let Some(into) = SmallDisk::mount(mib << 20) else { return };
-        let done = unpack(&image, &ground.folder, &crate::tests::beneath(into.0.path()), None, 4, &Progress::default(), &|| false);
+        let done = unpack(
+            &image,
+            &ground.folder,
+            &crate::tests::beneath(into.0.path()),
+            None,
+            4,
+            &Progress::default(),
+            &|| false,
+        );
         match done {
             Err(error) => {
                 let is_full = |source: &std::io::Error| source.kind() == std::io::ErrorKind::StorageFull;

@@ -42,7 +42,8 @@ fn prepare(form: Form) -> (Ground, Image) {
 fn image_of(dir: &Path, folder: &JobFolder, form: &str) -> Image {
     match form {
         "loose" => folder.images().unwrap().into_iter().find(|image| image.id == blank(2).id).unwrap(),
-        _ => Image::load_staged(&crate::tests::beneath(&dir.join("slot2")), crate::Place::Staged, &Default::default()).unwrap(),
+        _ => Image::load_staged(&crate::tests::beneath(&dir.join("slot2")), crate::Place::Staged, &Default::default())
+            .unwrap(),
     }
 }
 

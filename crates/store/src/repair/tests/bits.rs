@@ -42,7 +42,13 @@ fn keys() -> [Option<Key>; 2] {
 #[test]
 fn of_a_manifest() {
     for at in [0, 5, 300, 1000] {
-        check_flip(None, Level::Structure, |case| case.images[0].0.dir.join("manifest.json").path().to_owned(), |_| at, Hurt::Image(0));
+        check_flip(
+            None,
+            Level::Structure,
+            |case| case.images[0].0.dir.join("manifest.json").path().to_owned(),
+            |_| at,
+            Hurt::Image(0),
+        );
     }
     check_flip(
         None,
@@ -57,7 +63,13 @@ fn of_a_manifest() {
 fn of_a_chunk_map() {
     // Magic, version, parts, extents, zeros; the number of extents, kind, length and name of the first; the hash.
     for at in [0, 16, 20, 24, 40, 64, 72, 76, 90] {
-        check_flip(None, Level::Structure, |case| case.images[1].0.dir.join("chunks").path().to_owned(), |_| at, Hurt::Image(1));
+        check_flip(
+            None,
+            Level::Structure,
+            |case| case.images[1].0.dir.join("chunks").path().to_owned(),
+            |_| at,
+            Hurt::Image(1),
+        );
     }
     for back in [32, 1] {
         check_flip(

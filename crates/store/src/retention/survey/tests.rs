@@ -1,12 +1,12 @@
 //! Space, with images whose content is in packs.
 
-use std::fs;
 use super::*;
 use crate::chunk::CHUNK;
 use crate::persist::tests::full::SmallDisk;
 use crate::persist::tests::{Ground, noise, packing};
 use crate::persist::{self, Progress, persist};
 use crate::{JobFolder, chunk::Compression};
+use std::fs;
 
 const CHUNKS: u64 = CHUNK as u64;
 

@@ -33,7 +33,7 @@ fn a_copy_from_before_the_freeze_is_made_equal_in_it() {
     let own = [std::process::id().cast_signed()];
     let mut contents = Contents::new(&[], Vec::new(), 1 << 30);
     assert!(contents.foresee(&own, here()).unwrap() >= 9 << 20);
-    contents.copy_ahead(&own, here(), draft.path(), &|| false).unwrap();
+    contents.copy_ahead(&own, here(), &crate::samples::beneath(draft.path()), &|| false).unwrap();
     let inode =
         |path: &Path| contents.ahead.get(path).map(|ahead| fs::metadata(draft.path().join(&ahead.part)).unwrap().ino());
     let before = [&same, &changed].map(|path| inode(path).unwrap());
@@ -41,8 +41,9 @@ fn a_copy_from_before_the_freeze_is_made_equal_in_it() {
     open[2].set_len(1 << 20).unwrap();
     open[2].set_len(2 << 20).unwrap();
     let mut files = written(&[&same, &changed, &holes]);
-    let captured = contents.capture(&mut files, Vec::new(), here(), draft.path(), &|| false).unwrap();
-    contents.complete(draft.path()).unwrap();
+    let captured =
+        contents.capture(&mut files, Vec::new(), here(), &crate::samples::beneath(draft.path()), &|| false).unwrap();
+    contents.complete(&crate::samples::beneath(draft.path())).unwrap();
     assert!(captured.notes.is_empty(), "{captured:?}");
     for (file, path) in files.iter().zip([&same, &changed, &holes]) {
         assert!(content(draft.path(), file) == fs::read(path).unwrap(), "{}", path.display());
@@ -92,11 +93,11 @@ fn a_file_that_was_mapped_while_it_was_copied_ahead_is_copied_again() {
         tell("map");
         false
     };
-    contents.copy_ahead(&own, here(), draft.path(), &map).unwrap();
+    contents.copy_ahead(&own, here(), &crate::samples::beneath(draft.path()), &map).unwrap();
     assert!(contents.ahead.contains_key(&path));
     tell("unmap");
     let mut files = written(&[&path]);
-    contents.capture(&mut files, Vec::new(), here(), draft.path(), &|| false).unwrap();
+    contents.capture(&mut files, Vec::new(), here(), &crate::samples::beneath(draft.path()), &|| false).unwrap();
     let _ = child.kill();
     let _ = child.wait();
     assert_eq!(fs::read(&path).unwrap()[0], 2);
@@ -126,7 +127,9 @@ fn a_copy_in_the_freeze_can_be_stopped() {
         let stopped = || asked.fetch_add(1, std::sync::atomic::Ordering::SeqCst) >= after;
         let mut files = written(&[&paths[0], &paths[1]]);
         let mut contents = Contents::new(&[], Vec::new(), 1 << 30);
-        let error = contents.capture(&mut files, Vec::new(), here(), draft.path(), &stopped).unwrap_err();
+        let error = contents
+            .capture(&mut files, Vec::new(), here(), &crate::samples::beneath(draft.path()), &stopped)
+            .unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::Interrupted, "after {after}");
         let _ = fs::remove_dir_all(draft.path().join("files"));
     }
@@ -141,7 +144,8 @@ fn what_is_beyond_the_limit_is_left_out_with_all_that_belongs_to_it_and_named() 
     fs::write(&small, "small").unwrap();
     let mut contents = Contents::new(&[], Vec::new(), 80 << 10);
     let mut files = written(&[&database, &small]);
-    let captured = contents.capture(&mut files, Vec::new(), here(), draft.path(), &|| false).unwrap();
+    let captured =
+        contents.capture(&mut files, Vec::new(), here(), &crate::samples::beneath(draft.path()), &|| false).unwrap();
     let part = |path: &Path| files.iter().find(|file| file.path == path).unwrap().part.is_some();
     assert_eq!((part(&database), part(&log), part(&small)), (false, false, true));
     assert!(files.iter().all(|file| file.stamp.is_some()));
@@ -150,7 +154,9 @@ fn what_is_beyond_the_limit_is_left_out_with_all_that_belongs_to_it_and_named() 
     assert!(captured.absent.is_empty(), "nothing is moved aside beside a database that is not put back");
     let (mut all, draft_of_all) = (written(&[&database]), tempfile::tempdir().unwrap());
     let mut unlimited = Contents::new(&[], Vec::new(), 1 << 30);
-    let captured = unlimited.capture(&mut all, Vec::new(), here(), draft_of_all.path(), &|| false).unwrap();
+    let captured = unlimited
+        .capture(&mut all, Vec::new(), here(), &crate::samples::beneath(draft_of_all.path()), &|| false)
+        .unwrap();
     assert_eq!(
         captured.absent.iter().map(|path| path.to_path_buf()).collect::<Vec<_>>(),
         [dir.path().join("data.db-journal"), dir.path().join("data.db-shm")]
@@ -161,7 +167,9 @@ fn what_is_beyond_the_limit_is_left_out_with_all_that_belongs_to_it_and_named() 
     fs::write(&shared, [3; 200 << 10]).unwrap();
     let mut files = written(&[&shared]);
     files[0].append = true;
-    let captured = contents.capture(&mut files, vec![shared.clone()], here(), draft.path(), &|| false).unwrap();
+    let captured = contents
+        .capture(&mut files, vec![shared.clone()], here(), &crate::samples::beneath(draft.path()), &|| false)
+        .unwrap();
     assert!(captured.notes.is_empty() && content(draft.path(), &files[0]) == fs::read(&shared).unwrap());
 }
 
@@ -201,7 +209,9 @@ fn a_group_with_a_file_that_cannot_be_opened_is_left_out_and_named() {
         let draft = tempfile::tempdir().unwrap();
         let mut contents = Contents::new(std::slice::from_ref(&data), Vec::new(), 1 << 30);
         let mut files = written(&[&log]);
-        let captured = contents.capture(&mut files, Vec::new(), here(), draft.path(), &|| false).unwrap();
+        let captured = contents
+            .capture(&mut files, Vec::new(), here(), &crate::samples::beneath(draft.path()), &|| false)
+            .unwrap();
         assert_eq!(files.len(), 4, "{files:?}");
         for file in &files {
             assert!(file.stamp.is_some(), "{file:?}");
@@ -237,7 +247,7 @@ fn a_folder_that_is_closed_to_the_user_is_no_part_of_a_tracked_one() {
         let view = View { user: Some(&nobody), ..here() };
         let mut contents = Contents::new(std::slice::from_ref(&data), Vec::new(), 1 << 30);
         let mut files = Vec::new();
-        contents.capture(&mut files, Vec::new(), view, draft.path(), &|| false).unwrap()
+        contents.capture(&mut files, Vec::new(), view, &crate::samples::beneath(draft.path()), &|| false).unwrap()
     };
     let captured = capture();
     assert!(captured.notes.is_empty(), "{captured:?}");
@@ -287,7 +297,10 @@ fn a_file_that_a_restore_could_not_put_back_is_named() {
         let view = View { user: Some(&nobody), ..here() };
         let mut contents = Contents::new(std::slice::from_ref(&data), Vec::new(), 1 << 30);
         contents.foresee(&[], view).unwrap();
-        contents.capture(&mut Vec::new(), Vec::new(), view, draft.path(), &|| false).unwrap().notes
+        contents
+            .capture(&mut Vec::new(), Vec::new(), view, &crate::samples::beneath(draft.path()), &|| false)
+            .unwrap()
+            .notes
     };
     assert_eq!(notes(), [""; 0], "the user can change nothing");
     give(&file, nobody.uid);
@@ -319,9 +332,10 @@ fn holes_take_neither_memory_nor_time() {
     let began = std::time::Instant::now();
     // Tests beside this one have files open, too.
     assert!(contents.foresee(&own, here()).unwrap() < 1 << 30);
-    contents.copy_ahead(&own, here(), draft.path(), &|| false).unwrap();
+    contents.copy_ahead(&own, here(), &crate::samples::beneath(draft.path()), &|| false).unwrap();
     let mut files = written(&[&long, &longer]);
-    let captured = contents.capture(&mut files, Vec::new(), here(), draft.path(), &|| false).unwrap();
+    let captured =
+        contents.capture(&mut files, Vec::new(), here(), &crate::samples::beneath(draft.path()), &|| false).unwrap();
     assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
     let copy = File::open(draft.path().join(files[0].part.as_ref().unwrap())).unwrap();
     let mut found = [0; 6];
@@ -358,7 +372,8 @@ fn a_tracked_folder_is_captured_with_the_files_that_nobody_has_open() {
     }
     let mut contents = Contents::new(std::slice::from_ref(&data), Vec::new(), 1 << 30);
     let mut files = Vec::new();
-    let captured = contents.capture(&mut files, Vec::new(), here(), draft.path(), &|| false).unwrap();
+    let captured =
+        contents.capture(&mut files, Vec::new(), here(), &crate::samples::beneath(draft.path()), &|| false).unwrap();
     assert_eq!(content(draft.path(), &files[0]), b"rows");
     assert_eq!(files[0].group.as_deref(), Some(&data));
     let [folder] = captured.tracked.as_slice() else { panic!("{captured:?}") };
@@ -385,7 +400,9 @@ fn a_fifo_in_place_of_a_file_does_not_hang_the_copy() {
         std::thread::spawn(move || {
             let view = View { user: user.as_ref(), ..here() };
             let mut files = written(&[&path]);
-            Contents::new(&[], Vec::new(), 1 << 30).capture(&mut files, vec![path], view, &draft, &|| false).unwrap();
+            Contents::new(&[], Vec::new(), 1 << 30)
+                .capture(&mut files, vec![path], view, &crate::samples::beneath(&draft), &|| false)
+                .unwrap();
             let _ = sender.send(files[0].part.clone());
         });
         let part = done.recv_timeout(Duration::from_secs(10));
@@ -412,7 +429,9 @@ fn a_file_behind_a_link_of_another_user_is_not_read_with_our_rights() {
             let mut contents = Contents::new(&tracked, Vec::new(), 1 << 30);
             contents.foresee(&[], here()).unwrap();
             let mut files = written(&[&state]);
-            let captured = contents.capture(&mut files, vec![state.clone()], here(), draft.path(), &|| false).unwrap();
+            let captured = contents
+                .capture(&mut files, vec![state.clone()], here(), &crate::samples::beneath(draft.path()), &|| false)
+                .unwrap();
             assert_eq!(files[0].part.is_none(), owner == 1, "{tracked:?}");
             // An administrator may move a folder.
             assert_eq!(captured.notes.len(), usize::from(owner == 1), "{captured:?}");
@@ -436,7 +455,9 @@ fn a_file_that_the_jobs_user_may_not_read_is_not_copied() {
     let nobody = crate::launch::identity::lookup("nobody").unwrap();
     let view = View { user: Some(&nobody), ..here() };
     let mut files = written(&[&path]);
-    Contents::new(&[], Vec::new(), 1 << 30).capture(&mut files, vec![path], view, draft.path(), &|| false).unwrap();
+    Contents::new(&[], Vec::new(), 1 << 30)
+        .capture(&mut files, vec![path], view, &crate::samples::beneath(draft.path()), &|| false)
+        .unwrap();
     assert_eq!(files[0].part, None);
 }
 
@@ -471,7 +492,8 @@ fn a_link_of_proc_leads_the_capture_to_nothing_that_the_jobs_user_cannot_reach()
         let mut contents = Contents::new(&[PathBuf::from("/sys/fs")], Vec::new(), 1 << 30);
         let foreseen = contents.foresee(&[server.id().cast_signed()], view);
         let mut files = written(&[&Path::new(&own).join("key")]);
-        let captured = contents.capture(&mut files, Vec::new(), view, draft.path(), &|| false).unwrap();
+        let captured =
+            contents.capture(&mut files, Vec::new(), view, &crate::samples::beneath(draft.path()), &|| false).unwrap();
         server.kill().unwrap();
         let _ = server.wait();
         assert!(foreseen.unwrap() > 0, "the server was found");
@@ -550,12 +572,12 @@ fn zeros_of_allocated_blocks_replace_what_was_copied_ahead() {
     let own = [std::process::id().cast_signed()];
     let mut contents = Contents::new(&[], Vec::new(), 1 << 30);
     contents.foresee(&own, here()).unwrap();
-    contents.copy_ahead(&own, here(), draft.path(), &|| false).unwrap();
+    contents.copy_ahead(&own, here(), &crate::samples::beneath(draft.path()), &|| false).unwrap();
     open.set_len(2 << 20).unwrap();
     nix::fcntl::fallocate(&open, nix::fcntl::FallocateFlags::empty(), 0, 4 << 20).unwrap();
     let mut files = written(&[&path]);
-    contents.capture(&mut files, Vec::new(), here(), draft.path(), &|| false).unwrap();
-    contents.complete(draft.path()).unwrap();
+    contents.capture(&mut files, Vec::new(), here(), &crate::samples::beneath(draft.path()), &|| false).unwrap();
+    contents.complete(&crate::samples::beneath(draft.path())).unwrap();
     assert!(content(draft.path(), &files[0]) == [vec![7; 2 << 20], vec![0; 2 << 20]].concat());
 }
 
@@ -568,7 +590,8 @@ fn an_encrypted_database_has_its_missing_journals_recorded() {
     fs::write(&text, "text").unwrap();
     let mut files = written(&[&encrypted, &text]);
     let mut contents = Contents::new(&[], Vec::new(), 1 << 30);
-    let captured = contents.capture(&mut files, Vec::new(), here(), draft.path(), &|| false).unwrap();
+    let captured =
+        contents.capture(&mut files, Vec::new(), here(), &crate::samples::beneath(draft.path()), &|| false).unwrap();
     let absent: Vec<_> = captured.absent.iter().map(|path| path.to_path_buf()).collect();
     assert_eq!(absent, ["-journal", "-shm", "-wal"].map(|end| dir.path().join(format!("secret.db{end}"))));
 }

@@ -531,7 +531,9 @@ fn a_link_of_another_user_is_made_again_as_a_link_of_that_user() {
         let user = of_job.then(|| crate::launch::identity::lookup("nobody").unwrap());
         let view = capture::View { root: std::process::id().cast_signed(), user: user.as_ref() };
         let mut contents = capture::Contents::new(std::slice::from_ref(&data), Vec::new(), 1 << 30);
-        let captured = contents.capture(&mut Vec::new(), Vec::new(), view, dir.path(), &|| false).unwrap();
+        let captured = contents
+            .capture(&mut Vec::new(), Vec::new(), view, &crate::samples::beneath(dir.path()), &|| false)
+            .unwrap();
         std::fs::remove_file(&link).unwrap();
         let maker = Maker::plain(!of_job, Trusted::of(user.as_ref()));
         let mut aside = Aside::of(&captured.tracked[0], maker.trusted, Expiry::of_all_but_the_newest()).unwrap();
@@ -799,7 +801,8 @@ fn the_store_in_a_tracked_folder_is_left_alone() {
     let draft = tempfile::tempdir().unwrap();
     let mut files = Vec::new();
     let mut contents = capture::Contents::new(std::slice::from_ref(&data), Vec::new(), 1 << 30).without_store(&store);
-    let captured = contents.capture(&mut files, Vec::new(), here, draft.path(), &|| false).unwrap();
+    let captured =
+        contents.capture(&mut files, Vec::new(), here, &crate::samples::beneath(draft.path()), &|| false).unwrap();
     assert_eq!(files.iter().map(|file| file.path.to_path_buf()).collect::<Vec<_>>(), [data.join("table")]);
     let known: Vec<_> = captured.tracked[0].entries.iter().map(|entry| entry.path.to_path_buf()).collect();
     assert!(known.iter().all(|path| !path.starts_with(&store)), "{known:?}");

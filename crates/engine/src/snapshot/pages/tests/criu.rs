@@ -104,7 +104,7 @@ fn dump(
     cancelled: &dyn Fn() -> bool,
 ) -> Result<Vec<Received>, RunError> {
     let expected = expect(&[job.child.pid()]);
-    let receivers = Receivers::start_with(&area.criu(), &area.spool(), &expected, 3).unwrap();
+    let receivers = Receivers::start_with(&crate::samples::beneath(&area.criu()), &area.spool(), &expected, 3).unwrap();
     let receivers = RefCell::new(Some(receivers));
     let mut drained = None;
     let mut notify = |moment| match (moment, answer) {
@@ -148,7 +148,7 @@ fn no_page_is_torn_and_the_image_restores() {
         let received = dump(&area, &criu, &job, &Answer::Drain, &|| false).unwrap();
         assert_eq!(received.len(), 2, "the process and its shared memory: {received:?}");
         let total: u64 = received.iter().map(|r| r.bytes).sum();
-        assert_eq!(image::check_pages(&area.criu()).unwrap(), total);
+        assert_eq!(image::check_pages(&crate::samples::beneath(&area.criu())).unwrap(), total);
         let spooled: Vec<_> = fs::read_dir(area.spool()).unwrap().map(|e| e.unwrap().file_name()).collect();
         let unexpected = spooled.iter().any(|name| name.to_string_lossy().starts_with("other"));
         assert!(!unexpected, "{spooled:?}");

@@ -1,0 +1,122 @@
+//! What others can change is opened through `rekindle_os::beneath` only, never by its path.
+
+use std::fs;
+use std::path::Path;
+
+use super::{code, is_test, sources, word};
+
+/// Where no path may be opened, and for some files in there what may be: the call, and the reason.
+const ROOMS: [(&str, &[(&str, &str, &str)]); 2] = [
+    (
+        "crates/store/src",
+        &[
+            ("chunk/cipher.rs", "fs::", "the key file is outside of the store"),
+            ("holder.rs", "fs::", "the kernel's name of a namespace"),
+            ("links.rs", "fs::", "the user's files, with the user's rights"),
+            ("seen.rs", "fs::", "the notes of this machine are outside of the store"),
+            ("staging/leftovers.rs", "canonicalize", "paths that the user names"),
+            ("staging/mounted.rs", "canonicalize", "the folder for memory, which the user names"),
+            ("staging/mounted.rs", "exists", "the folder for memory, which the user names"),
+            (
+                "staging/mounted.rs",
+                "mount",
+                "in the folder for memory, which is root's; off what the mount table shows",
+            ),
+            ("store.rs", "exists", "the store itself, which the user names"),
+            ("store.rs", "fs::", "the store itself, which the user names"),
+        ],
+    ),
+    (
+        "crates/replica/src",
+        &[("folder.rs", "fs::", "the folder of a replica, in which the library for object stores opens paths, too")],
+    ),
+];
+
+/// Methods of paths that look at what is there, and other calls that take a path.
+const CALLS: [&str; 12] = [
+    "exists",
+    "is_file",
+    "canonicalize",
+    "read_dir",
+    "read_link",
+    "symlink_metadata",
+    "tempfile",
+    "tempdir",
+    "statvfs",
+    "statfs",
+    "mkfifo",
+    "lchown",
+];
+
+/// The calls in the code that take a path.
+fn calls(code: &str) -> Vec<String> {
+    let mut found = Vec::new();
+    for (at, _) in code.match_indices("fs::") {
+        let rest = &code[at + "fs::".len()..];
+        let name = word(rest);
+        let is_type = ["DirBuilder", "OpenOptions"].contains(&name.as_str());
+        // Without its name: `use std::fs::{self}`, and constants and traits of modules of that name.
+        if is_type || rest.starts_with("{self") || name.starts_with(|c: char| c.is_ascii_lowercase()) {
+            found.push(format!("fs::{name}"));
+        }
+    }
+    for begin in ["std::fs;", "DirBuilder::new", "OpenOptions::new", "File::open", "File::create", "File::options"] {
+        found.extend(code.matches(begin).map(|call| format!("fs::{call}")));
+    }
+    for begin in ["mount(", "umount2(", "Command::new", "symlink("] {
+        found.extend(code.matches(begin).map(|call| call.trim_start_matches('u').to_owned()));
+    }
+    let words = code.split(|c: char| !c.is_alphanumeric() && c != '_');
+    found.extend(words.filter(|word| CALLS.contains(word)).map(str::to_owned));
+    found
+}
+
+#[test]
+fn doors() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    for (room, allowed) in ROOMS {
+        let room = root.join(room);
+        let files = if room.is_dir() { sources(&room) } else { vec![room.clone()] };
+        let mut used = vec![false; allowed.len()];
+        let mut wrong = Vec::new();
+        for path in files {
+            let inside = path.strip_prefix(&room).unwrap();
+            if is_test(inside) {
+                continue;
+            }
+            for call in calls(&code(&fs::read_to_string(&path).unwrap())) {
+                let is_it =
+                    |(file, known, _): &(&str, &str, &str)| inside == Path::new(file) && call.starts_with(known);
+                match allowed.iter().position(is_it) {
+                    Some(at) => used[at] = true,
+                    None => wrong.push(format!("{}: {call}", path.display())),
+                }
+            }
+        }
+        assert_eq!(wrong, [""; 0], "these take a path in a folder that others can change:\n{}", wrong.join("\n"));
+        let unused = allowed.iter().zip(used).filter(|(_, used)| !used).map(|(it, _)| it);
+        assert_eq!(unused.collect::<Vec<_>>(), [&("", "", ""); 0], "nothing is to be allowed any more");
+    }
+}
+
+#[test]
+fn every_call_is_found() {
+    let found = |code| calls(code).len();
+    for bad in [
+        "let file = std::fs::read(&path)",
+        "use std::fs::{self, File};",
+        "use std::fs;",
+        "File::options().read(true)",
+        "fs::OpenOptions",
+        "path.exists()",
+        "mount(a, b)",
+        "umount2(path, flags)",
+        "std::os::unix::fs::symlink(a, b)",
+        "tempfile::tempfile_in(dir)",
+    ] {
+        assert!(found(bad) > 0, "{bad}");
+    }
+    for good in ["use std::fs::File;", "use std::os::unix::fs::MetadataExt;", "dir.is_there()", "mounted::unmount"] {
+        assert_eq!(found(good), 0, "{good}");
+    }
+}
