@@ -10,19 +10,17 @@ const ROOMS: [(&str, &[(&str, &str, &str)]); 2] = [
     (
         "crates/store/src",
         &[
-            ("chunk/cipher.rs", "fs::", "the key file is outside of the store"),
             ("holder.rs", "fs::", "the kernel's name of a namespace"),
             ("links.rs", "fs::", "the user's files, with the user's rights"),
             ("seen.rs", "fs::", "the notes of this machine are outside of the store"),
-            ("staging/leftovers.rs", "canonicalize", "paths that the user names"),
-            ("staging/mounted.rs", "canonicalize", "the folder for memory, which the user names"),
-            ("staging/mounted.rs", "exists", "the folder for memory, which the user names"),
-            (
-                "staging/mounted.rs",
-                "mount",
-                "in the folder for memory, which is root's; off what the mount table shows",
-            ),
-            ("store.rs", "exists", "the store itself, which the user names"),
+            ("seen.rs", "DirBuilder::new", "the notes of this machine are outside of the store"),
+            ("staging/leftovers.rs", ".canonicalize", "paths that the user names"),
+            ("staging/mounted.rs", ".canonicalize", "the folder for memory, which the user names"),
+            ("staging/mounted.rs", ".exists", "the folder for memory, which the user names"),
+            ("staging/mounted.rs", "mount(", "in the folder for memory, which is root's"),
+            ("staging/mounted.rs", "umount2(", "only what the mount table shows as ours"),
+            ("store.rs", ".exists", "the store itself, which the user names"),
+            ("store.rs", "DirBuilder::new", "the store itself, which the user names"),
             ("store.rs", "fs::", "the store itself, which the user names"),
         ],
     ),
@@ -32,20 +30,27 @@ const ROOMS: [(&str, &[(&str, &str, &str)]); 2] = [
     ),
 ];
 
-/// Methods of paths that look at what is there, and other calls that take a path.
-const CALLS: [&str; 12] = [
-    "exists",
-    "is_file",
-    "canonicalize",
-    "read_dir",
-    "read_link",
-    "symlink_metadata",
+/// Other calls that take a path, and methods of paths.
+const CALLS: [&str; 19] = [
+    "std::fs;",
+    "DirBuilder::new",
+    "OpenOptions::new",
+    "File::open",
+    "File::create",
+    "File::options",
+    "mount(",
+    "umount2(",
+    "Command::new",
+    "symlink(",
     "tempfile",
     "tempdir",
-    "statvfs",
-    "statfs",
+    "statvfs(",
     "mkfifo",
     "lchown",
+    ".exists()",
+    ".canonicalize()",
+    ".read_dir()",
+    ".read_link()",
 ];
 
 /// The calls in the code that take a path.
@@ -55,19 +60,17 @@ fn calls(code: &str) -> Vec<String> {
         let rest = &code[at + "fs::".len()..];
         let name = word(rest);
         let is_type = ["DirBuilder", "OpenOptions"].contains(&name.as_str());
-        // Without its name: `use std::fs::{self}`, and constants and traits of modules of that name.
+        // Traits and constants of modules of that name take no path.
         if is_type || rest.starts_with("{self") || name.starts_with(|c: char| c.is_ascii_lowercase()) {
             found.push(format!("fs::{name}"));
         }
     }
-    for begin in ["std::fs;", "DirBuilder::new", "OpenOptions::new", "File::open", "File::create", "File::options"] {
-        found.extend(code.matches(begin).map(|call| format!("fs::{call}")));
+    for call in CALLS {
+        let is_whole = |at: usize| !code[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_');
+        let is_method = call.starts_with('.');
+        let there = code.match_indices(call).filter(|(at, _)| is_method || is_whole(*at));
+        found.extend(there.map(|_| call.to_owned()));
     }
-    for begin in ["mount(", "umount2(", "Command::new", "symlink("] {
-        found.extend(code.matches(begin).map(|call| call.trim_start_matches('u').to_owned()));
-    }
-    let words = code.split(|c: char| !c.is_alphanumeric() && c != '_');
-    found.extend(words.filter(|word| CALLS.contains(word)).map(str::to_owned));
     found
 }
 

@@ -3,7 +3,7 @@
 //! ```text
 //! STORE/  0700
 //!   JOB/  0700
-//!     lock  job.json  state.json  log/  bin/  staging (a link to the images in RAM, see [`staging`])
+//!     lock  job.json  state.json  log/  bin/
 //!     slots/                           images on the disk that are not in the store yet (see [`staging::disk`])
 //!     images/
 //!       000042-20261120T132105Z/       an image: manifest.json, where there are any bad.json and tags.json; and parts at any

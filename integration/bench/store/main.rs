@@ -27,6 +27,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
+use rekindle_os::beneath::Beneath;
 use rekindle_os::parallel;
 use rekindle_store::chunk::{ChunkId, Codec, Compression};
 use rekindle_store::options::Copies;
@@ -169,7 +170,7 @@ fn image(folder: &Path, number: u32) -> anyhow::Result<Image> {
     }))?;
     fs::write(folder.join("manifest.json"), manifest.to_bytes(&Default::default())?)?;
     let state = State::Good(Box::new(manifest));
-    Ok(Image { id: id(number), dir: folder.to_owned(), state, place: Place::Staged, trust: Default::default() })
+    Ok(Image { id: id(number), dir: Beneath::at(folder)?, state, place: Place::Staged, trust: Default::default() })
 }
 
 fn persist(
@@ -198,7 +199,7 @@ fn out(store: &Path, number: u32, into: &Path) -> anyhow::Result<Value> {
     let image = job.images()?.into_iter().find(|image| image.id == id(number)).context("there is no such image")?;
     let progress = Progress::default();
     let began = Instant::now();
-    unpack(&image, &job, into, None, unpack::threads(), &progress, &|| false)?;
+    unpack(&image, &job, &Beneath::at(into)?, None, unpack::threads(), &progress, &|| false)?;
     let seconds = began.elapsed().as_secs_f64();
     Ok(json!({ "seconds": seconds, "bytes": progress.bytes().0, "peak_kib": peak()? }))
 }

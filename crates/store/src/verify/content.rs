@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
@@ -143,7 +144,8 @@ pub fn check_packs(
         }
     }
     // A pack that was removed in the meantime, with its index first, is no problem.
-    problems.retain(|problem| problem.path.exists() || problem.path.with_extension("idx").exists());
+    let is_there = |path: &Path| path.file_name().is_some_and(|name| packs.dir().join(name).is_there());
+    problems.retain(|problem| is_there(&problem.path) || is_there(&problem.path.with_extension("idx")));
     problems.sort_by(|a, b| a.path.cmp(&b.path));
     let chunks = looking.chunks.into_inner();
     Ok(PacksReport { packs: all + unusable, read: chosen.len(), chunks, bytes: progress.bytes().0, problems })
