@@ -53,10 +53,8 @@ pub struct Request<'a> {
     pub folder: &'a JobFolder,
     /// The installed CRIU.
     pub criu: &'a Criu,
-    /// The folder of our own files, in which CRIU works.
-    pub work: &'a WorkFolder,
-    /// This version's reaper, for the init of the new world.
-    pub reaper: &'a std::path::Path,
+    /// Files of ours.
+    pub own: Own<'a>,
     /// The job's output, which is put back with its other files.
     pub output: &'a output::Files,
     /// The user that the job runs as.
@@ -129,6 +127,15 @@ pub struct Unpacking<'a> {
     pub progress: &'a Progress,
     /// What damaged content is replaced with; None if it is an error.
     pub healing: Option<&'a Healing<'a>>,
+}
+
+/// Files of ours that a restore needs.
+#[derive(Debug, Clone, Copy)]
+pub struct Own<'a> {
+    /// The folder of our own files, in which CRIU works.
+    pub work: &'a WorkFolder,
+    /// This version's reaper, for the init of the new world.
+    pub reaper: &'a std::path::Path,
 }
 
 /// A restored job.
@@ -271,7 +278,7 @@ fn fits(
 fn recreate(request: &Request<'_>, manifest: &Manifest) -> Result<(), Error> {
     for file in &manifest.recreate {
         let dir = file.path.parent().unwrap_or(&file.path);
-        request.work.also_at(dir)?;
+        request.own.work.also_at(dir)?;
         let put = || -> std::io::Result<()> {
             let content = file.part.read(&request.image.dir)?;
             // In a rehearsal the folder of an earlier place may not be there.

@@ -98,10 +98,8 @@ pub struct Subject<'a> {
     pub criu: &'a Criu,
     /// How the job was launched, for the manifest.
     pub launch: &'a Launch,
-    /// Files of ours that the job has mapped, to be kept in the image.
-    pub ours: Vec<PathBuf>,
-    /// The folder of our own files, in which CRIU works.
-    pub work: &'a WorkFolder,
+    /// Files of ours.
+    pub ours: Ours<'a>,
     /// Where images are stored in memory; `None`: in a slot on the disk.
     pub staging: Option<&'a Area>,
     /// The job's output, rotated while the job is frozen.
@@ -116,6 +114,15 @@ pub struct Subject<'a> {
     pub copier: &'a Copier,
     /// The other members, if the image is a part of a group image.
     pub group: Option<&'a dyn Barrier>,
+}
+
+/// Files of ours that a snapshot needs.
+#[derive(Debug)]
+pub struct Ours<'a> {
+    /// Those that the job has mapped, to be kept in the image.
+    pub mapped: Vec<PathBuf>,
+    /// The folder of our own files, in which CRIU works.
+    pub work: &'a WorkFolder,
 }
 
 /// Settings for snapshots.

@@ -21,7 +21,7 @@ const LANDINGS: &str = "a restore writes GPU memory only to rekindle's own stagi
 /// Whether all files of ours that the image names may be put where it says. Touches nothing.
 pub(super) fn check(manifest: &Manifest, request: &Request<'_>) -> Result<(), Error> {
     let area = request.unpacking.staging;
-    let here = request.work.bin();
+    let here = request.own.work.bin();
     for file in &manifest.recreate {
         let result = check_program(&file.path, &here, manifest.job.as_str());
         result.map_err(|why| Error::NotOurs { path: file.path.to_path_buf(), why })?;

@@ -147,7 +147,7 @@ impl Restore<'_> {
         self.made = Made::World(match self.manifest.tree.pid_namespace {
             PidNamespace::Private => {
                 let last_pid = world::last_pid_for(&self.manifest.tree.ids);
-                World::private(self.request.reaper, last_pid, self.request.network)?
+                World::private(self.request.own.reaper, last_pid, self.request.network)?
             }
             PidNamespace::Host => World::Host,
         });
@@ -328,7 +328,7 @@ pub(super) fn run_criu(
     cancelled: &dyn Fn() -> bool,
 ) -> Result<Option<(Child, Vec<Watched>)>, Error> {
     let images = request.image.dir.join(CRIU_DIR);
-    let (opened, work) = (opened(request.folder, &images)?, request.work.criu());
+    let (opened, work) = (opened(request.folder, &images)?, request.own.work.criu());
     let place = Place {
         criu: request.criu,
         init: world.init(),
@@ -392,7 +392,7 @@ pub(super) fn run_criu(
     // CRIU works on the files of the job's user with that user's rights. Files that these rights do not reach are
     // opened by us.
     let files = request.identity.and_then(Identity::file_rights);
-    let folder = files.map(|_| request.work.plugins());
+    let folder = files.map(|_| request.own.work.plugins());
     folder.as_deref().map(plugin::unpack).transpose()?;
     let plugin = folder.as_deref().map(|folder| Plugin { folder, devices: None, files });
     files::put_links_back(manifest, request.identity)?;

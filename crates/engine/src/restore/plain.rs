@@ -140,7 +140,7 @@ mod tests {
     use crate::launch::work::WorkFolder;
     use crate::launch::world::Network;
     use crate::parts::gpu::placement::Wishes;
-    use crate::restore::{ChangedFiles, Cuda, Prepare, Unpacking};
+    use crate::restore::{ChangedFiles, Cuda, Own, Prepare, Unpacking};
     use crate::samples;
     use rekindle_criu::{Criu, Version};
     use rekindle_cuda::copier::Copier;
@@ -178,8 +178,7 @@ mod tests {
             image,
             folder,
             criu: &Criu::known("/bin/false".into(), Version(4, 2, 0)),
-            work: &WorkFolder::of_another_process(dir.path().to_owned()),
-            reaper: dir.path(),
+            own: Own { work: &WorkFolder::of_another_process(dir.path().to_owned()), reaper: dir.path() },
             output: &output::Files::create(dir.path(), Bounds::default()).unwrap(),
             identity: None,
             privileges: Privileges::MayGrow,

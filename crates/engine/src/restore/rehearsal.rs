@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 
 use super::ChangedFiles;
 use super::phases::{Until, run_criu};
-use super::{Cuda, Error, Prepare, Request, Unpacking, landing};
+use super::{Cuda, Error, Own, Prepare, Request, Unpacking, landing};
 use crate::launch::Privileges;
 use crate::launch::identity::Identity;
 use crate::launch::output::{self, Bounds};
@@ -292,8 +292,7 @@ fn restore(
         image,
         folder,
         criu: &criu,
-        work,
-        reaper: &script.reaper,
+        own: Own { work, reaper: &script.reaper },
         output: &files,
         identity: script.user.as_ref(),
         privileges: if script.no_new_privileges { Privileges::Fixed } else { Privileges::MayGrow },
@@ -320,7 +319,7 @@ fn restore(
     let _landing = landing::put_back::put_empty(manifest, request.identity).map_err(|error| not_tried(error.into()))?;
     let lost_locks = criu::image::lost_locks(&image.dir.join(CRIU_DIR))
         .map_err(|error| Failure::of_restore(&criu::RunError::Image(error).into()))?;
-    let world = World::private(request.reaper, world::last_pid_for(&manifest.tree.ids), request.network)
+    let world = World::private(request.own.reaper, world::last_pid_for(&manifest.tree.ids), request.network)
         .map_err(|error| Failure::of(&error))?;
     let result = world
         .init()

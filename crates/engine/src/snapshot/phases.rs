@@ -253,7 +253,7 @@ impl Freeze<'_> {
             let what = format!("dump: cannot {what}");
             move |source| Error::Io { what, source }
         };
-        let (opened, work) = (opened(subject.folder, &dir)?, subject.work.criu());
+        let (opened, work) = (opened(subject.folder, &dir)?, subject.ours.work.criu());
         let place = Place {
             criu: subject.criu,
             init: subject.job.world.init(),
@@ -263,7 +263,7 @@ impl Freeze<'_> {
             timeout: options.dump_timeout,
         };
         let files = env.user().and_then(Identity::file_rights);
-        let folder = (self.ready.devices.is_some() || files.is_some()).then(|| subject.work.plugins());
+        let folder = (self.ready.devices.is_some() || files.is_some()).then(|| subject.ours.work.plugins());
         folder.as_deref().map(plugin::unpack).transpose()?;
         let devices = self.ready.devices.as_ref().map(Devices::list);
         let dump = DumpOptions {
@@ -317,7 +317,7 @@ impl Freeze<'_> {
         let frozen = frozen.unwrap_or_default();
         let saved = image.join("dump.log").create_new(0o600);
         saved.and_then(|mut file| file.write_all(log.text().as_bytes())).map_err(io("save CRIU's log"))?;
-        let ours = record::ours(&subject.ours, subject.work, &dir, env.root())?;
+        let ours = record::ours(&subject.ours.mapped, subject.ours.work, &dir, env.root())?;
         let recreate = record::keep_ours(&image, &ours).map_err(io("save rekindle's own files"))?;
         self.dumped = Some(Dumped { moment, drained, frozen, recreate });
         Ok(())

@@ -147,7 +147,7 @@ impl<'a> Env<'a> {
     /// Rekindle's own folders with the job's output and its device memory.
     pub(super) fn folders(&self) -> Vec<PathBuf> {
         let staging = self.subject.staging.map(|area| area.path().to_path_buf());
-        let work = self.subject.work;
+        let work = self.subject.ours.work;
         let own = [self.subject.folder.path(), work.path()].map(Path::to_path_buf);
         staging.into_iter().chain(own).chain(work.others()).collect()
     }

@@ -108,7 +108,7 @@ fn what_is_not_ours_stays() {
     let Some(home) = Home::new() else { return };
     let path = home.base().join(format!("{}.run", home.folder.place_name()));
     fs::create_dir_all(&path).unwrap();
-    mount(Some("other"), &path, Some("tmpfs"), MsFlags::empty(), Some("size=1m")).unwrap();
+    mount(Some("other"), &path, Some("tmpfs"), MsFlags::empty(), Some("size=1m,mode=0755")).unwrap();
     let error = home.make().unwrap_err();
     assert!(matches!(&error, Error::Foreign(at) if *at == path), "{error}");
     assert_eq!(remove_left().iter().filter(|left| **left == path).count(), 0);

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Mutex;
 
-use super::super::{ChangedFiles, Cuda, Prepare, Unpacking};
+use super::super::{ChangedFiles, Cuda, Own, Prepare, Unpacking};
 use super::*;
 use crate::launch::output::{self, Bounds};
 use crate::launch::work::WorkFolder;
@@ -68,8 +68,7 @@ fn play(
         image: &image,
         folder: &folder,
         criu: &false_criu,
-        work: &WorkFolder::of_another_process(dir.path().to_owned()),
-        reaper: &reaper,
+        own: Own { work: &WorkFolder::of_another_process(dir.path().to_owned()), reaper: &reaper },
         output: &output::Files::create(dir.path(), Bounds::default()).unwrap(),
         identity: None,
         privileges: Privileges::MayGrow,
