@@ -90,7 +90,7 @@ pub(super) fn verify(global: &Global, args: &VerifyArgs) -> anyhow::Result<Exit>
     let reading = Reading { share, key: key(&config, share)?, threads: config.threads() };
     let mut found = Found::default();
     match chosen {
-        Chosen::One(folder, image) => found.images.extend(reading.image(&folder, &image)?),
+        Chosen::One(one) => found.images.extend(reading.image(&one.0, &one.1)?),
         Chosen::Jobs(folders) => {
             for folder in folders {
                 match reading.job(&folder, &mut found) {
@@ -132,13 +132,13 @@ fn key(config: &config::Store, share: Share) -> anyhow::Result<Option<Key>> {
 }
 
 enum Chosen {
-    One(JobFolder, Image),
+    One(Box<(JobFolder, Image)>),
     Jobs(Vec<JobFolder>),
 }
 
 /// What to check, and the jobs that cannot be checked.
 fn chosen(finder: &Finder, text: Option<&str>) -> anyhow::Result<(Chosen, Vec<Refused>)> {
-    let one = |(folder, image)| Chosen::One(folder, image);
+    let one = |one| Chosen::One(Box::new(one));
     let chosen = match text {
         None => {
             let (folders, refused) = finder.jobs()?.all(finder);

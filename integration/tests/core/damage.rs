@@ -28,13 +28,13 @@ impl Ground {
     fn new() -> Option<Ground> {
         let lab = Lab::new()?;
         let mut run = until_after_snapshot(&lab, JOB);
-        let first = files(lab.job().packs().dir());
+        let first = files(lab.job().packs().dir().path());
         run.snapshot(&lab);
         count_on(&lab, &mut run, 2);
         lab.kill_9(run);
         lab.forget_memory();
         let is_pack = |path: &&PathBuf| path.extension().is_some_and(|suffix| suffix == "pack");
-        let all = files(lab.job().packs().dir());
+        let all = files(lab.job().packs().dir().path());
         let [shared] = first.iter().filter(is_pack).collect::<Vec<_>>()[..] else { panic!("{first:?}") };
         let [own] = all.iter().filter(is_pack).filter(|path| *path != shared).collect::<Vec<_>>()[..] else {
             panic!("{all:?}")
@@ -50,7 +50,7 @@ impl Ground {
 
     /// All files of the newer image.
     fn image_files(&self) -> Vec<PathBuf> {
-        files(&self.newest.dir)
+        files(self.newest.dir.path())
     }
 
     /// All is as it was: images, packs, and nothing in memory.
@@ -327,7 +327,10 @@ fn make_loose(lab: &Lab, image: &Image) -> Image {
     let folder = lab.job();
     let aside = lab.file("aside");
     fs::create_dir(&aside).unwrap();
-    unpack(image, &folder, &aside, None, 2, &Progress::default(), &|| false).unwrap();
+    unpack(image, &folder, &rekindle_os::beneath::Beneath::at(&aside).unwrap(), None, 2, &Progress::default(), &|| {
+        false
+    })
+    .unwrap();
     fs::remove_dir_all(&image.dir).unwrap();
     fs::rename(&aside, &image.dir).unwrap();
     let mut manifest = Manifest { chunks: None, ..image.manifest().unwrap().clone() };
@@ -346,7 +349,7 @@ fn make_loose(lab: &Lab, image: &Image) -> Image {
 fn loose() -> Option<(Lab, Image)> {
     let Ground { lab, newest, .. } = Ground::new()?;
     let newest = make_loose(&lab, &newest);
-    copy(&newest.dir, &lab.file("copy"));
+    copy(newest.dir.path(), &lab.file("copy"));
     Some((lab, newest))
 }
 
@@ -356,7 +359,7 @@ fn damage_to_any_file_of_a_loose_image_is_found() {
     let name = format!("j/{}", newest.id);
     assert_eq!(lab.rekindle(&["verify", &name]).status.code(), Some(0));
     let mut tried = 0;
-    for file in files(&newest.dir) {
+    for file in files(newest.dir.path()) {
         for how in [MIDDLE, Harm::Cut, Harm::Delete, Harm::Grow] {
             harm(&file, how);
             let output = lab.rekindle(&["verify", &name]);
@@ -379,13 +382,13 @@ fn a_restart_passes_over_damage_to_a_loose_image() {
     for (n, file) in all.iter().enumerate().filter(|(n, file)| n % 4 == 0 || file.ends_with("manifest.json")) {
         let short = file.strip_prefix(lab.file("copy")).unwrap();
         let how = [MIDDLE, Harm::Cut, Harm::Delete][n / 4 % 3];
-        harm(&newest.dir.join(short), how);
+        harm(newest.dir.join(short).path(), how);
         let mut run = again(&lab);
         run.wait_said("the job was restored from image 000001");
         lab.kill_9(run);
         lab.forget_memory();
         assert_marked(&lab.images()[0], &format!("{how:?} {}", short.display()));
-        copy(&lab.file("copy"), &newest.dir);
+        copy(&lab.file("copy"), newest.dir.path());
     }
     // It is restored as it is, and packed then.
     let mut run = again(&lab);
@@ -402,7 +405,7 @@ fn a_restart_passes_over_damage_to_a_loose_image() {
 fn a_page_file_cut_short_is_refused_at_once() {
     for form in [Form::Loose, Form::Packed] {
         let Some((lab, newest)) = loose() else { return };
-        let pages = files(&newest.dir).into_iter().find(|f| f.to_str().unwrap().contains("criu/pages-")).unwrap();
+        let pages = files(newest.dir.path()).into_iter().find(|f| f.to_str().unwrap().contains("criu/pages-")).unwrap();
         let length = fs::metadata(&pages).unwrap().len();
         fs::OpenOptions::new().write(true).open(&pages).unwrap().set_len(length / 2).unwrap();
         let name = pages.strip_prefix(&newest.dir).unwrap().to_str().unwrap();
@@ -475,7 +478,7 @@ fn no_usable_image_and_no_beginning_wanted() {
     let Some(Ground { lab, newest, .. }) = Ground::new() else { return };
     let lab = lab.set("restart.cold-start", "\"never\"");
     for image in lab.images() {
-        harm(&image.dir.join("manifest.json"), MIDDLE);
+        harm(image.dir.join("manifest.json").path(), MIDDLE);
     }
     let (out, said) = again(&lab).ends_with(66);
     assert!(out.is_empty() && said.contains("restart.cold-start") && said.contains("--fresh"), "{said}");

@@ -521,7 +521,8 @@ fn an_image_on_the_disk_of_another_boot_is_not_restored() {
 fn damage_to_an_image_in_a_slot_on_the_disk_is_found() {
     let Some((lab, image)) = killed_before_it_was_stored(1) else { return };
     let slot = lab.job().staged().remove(0).dir;
-    let pages = entries(&slot.join("criu")).into_iter().find(|path| path.to_str().unwrap().contains("pages-1.img"));
+    let pages =
+        entries(&slot.path().join("criu")).into_iter().find(|path| path.to_str().unwrap().contains("pages-1.img"));
     let pages = pages.unwrap();
     let mut content = fs::read(&pages).unwrap();
     let middle = content.len() / 2;

@@ -236,7 +236,7 @@ fn of_newest(lab: &Lab) -> (PathBuf, u64) {
     let index = job.packs().index().unwrap();
     let ids = own.chunks().map(|(id, _)| id).filter(|id| older.chunks().all(|(other, _)| other != *id));
     let at = ids.map(|id| index.get(&id).unwrap()).max_by_key(|at| at.stored_len).unwrap();
-    (job.packs().pack_path(at.pack), at.offset)
+    (job.packs().pack_path(at.pack).path().to_owned(), at.offset)
 }
 
 fn back_from(lab: &Lab, image: &str) -> (Running, String) {

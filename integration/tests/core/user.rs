@@ -438,7 +438,7 @@ fn put_forged(lab: &Lab, image: &Image, plain: &Path, change: &dyn Fn(&mut Field
         let _ = fs::remove_dir_all(to);
         assert!(std::process::Command::new("cp").arg("-a").args([from, to]).status().unwrap().success());
     };
-    copy(plain, &image.dir);
+    copy(plain, image.dir.path());
     let manifest = image.manifest().unwrap();
     let job = |part: &PathBuf| {
         let number = part.file_stem().unwrap().to_str().unwrap().strip_prefix("core-").unwrap().to_owned();
@@ -472,7 +472,16 @@ fn an_image_with_more_rights_than_a_start_gives_is_refused() {
     let image = lab.images().remove(0);
     let plain = lab.file("plain");
     fs::create_dir(&plain).unwrap();
-    unpack(&image, &lab.job(), &plain, None, 1, &Progress::default(), &|| false).unwrap();
+    unpack(
+        &image,
+        &lab.job(),
+        &rekindle_os::beneath::Beneath::at(&plain).unwrap(),
+        None,
+        1,
+        &Progress::default(),
+        &|| false,
+    )
+    .unwrap();
 
     let everybody = |creds: &mut Fields| {
         creds.iter_mut().filter(|(number, _)| (1..=8).contains(number)).for_each(|(_, id)| *id = Ok(0));
