@@ -26,7 +26,10 @@ const ROOMS: [(&str, &[(&str, &str, &str)]); 2] = [
     ),
     (
         "crates/replica/src",
-        &[("folder.rs", "fs::", "the folder of a replica, in which the library for object stores opens paths, too")],
+        &[
+            ("folder.rs", "DirBuilder::new", "the folder of a replica: the library for object stores takes paths, too"),
+            ("folder.rs", "fs::", "the folder of a replica: the library for object stores takes paths, too"),
+        ],
     ),
 ];
 
