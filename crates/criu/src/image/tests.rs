@@ -6,7 +6,7 @@ pub(super) fn beneath(dir: &Path) -> Beneath {
     Beneath::root(dir, rekindle_os::beneath::Owners::Ours).unwrap()
 }
 
-pub(super) fn write(path: impl AsRef<Path>, magic: u32, records: &[Vec<u8>]) {
+pub(super) fn write(path: &(impl AsRef<Path> + ?Sized), magic: u32, records: &[Vec<u8>]) {
     let mut bytes = [COMMON.to_le_bytes(), magic.to_le_bytes()].concat();
     for record in records {
         bytes.extend(u32::try_from(record.len()).unwrap().to_le_bytes());

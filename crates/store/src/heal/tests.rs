@@ -111,7 +111,7 @@ impl ChunkSource for Copy<'_> {
         if !self.0.is_dir() {
             return Err(FetchError::Unavailable(format!("cannot read {}", self.0.display())));
         }
-        let packs = Packs::new(crate::tests::beneath(&self.0));
+        let packs = Packs::new(crate::tests::beneath(self.0));
         let index = packs.index().unwrap();
         let mut stored = Stored::default();
         for id in wanted {
