@@ -5,8 +5,11 @@ use std::path::Path;
 
 use super::{code, is_test, sources, word};
 
-/// Where no path may be opened, and for some files in there what may be: the call, and the reason.
-const ROOMS: [(&str, &[(&str, &str, &str)]); 2] = [
+/// A file, a call that is allowed in it, and the reason.
+type Allowed = (&'static str, &'static str, &'static str);
+
+/// Where no path may be opened, and what is allowed there nevertheless.
+const ROOMS: [(&str, &[Allowed]); 2] = [
     (
         "crates/store/src",
         &[
@@ -91,8 +94,7 @@ fn doors() {
                 continue;
             }
             for call in calls(&code(&fs::read_to_string(&path).unwrap())) {
-                let is_it =
-                    |(file, known, _): &(&str, &str, &str)| inside == Path::new(file) && call.starts_with(known);
+                let is_it = |(file, known, _): &Allowed| inside == Path::new(file) && call.starts_with(known);
                 match allowed.iter().position(is_it) {
                     Some(at) => used[at] = true,
                     None => wrong.push(format!("{}: {call}", path.display())),

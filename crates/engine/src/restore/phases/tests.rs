@@ -1,5 +1,6 @@
 //! Each phase fails in a real world: what it and the phases before it made is gone afterwards.
 
+use std::path::Path;
 use std::path::PathBuf;
 use std::sync::Mutex;
 
