@@ -10,7 +10,6 @@
 //!
 //! If etcd ends, it is started again with its data, which it syncs before each answer. It dies with the supervisor.
 
-use std::fs;
 use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -356,7 +355,7 @@ fn free(ip: IpAddr, port: u16) -> std::io::Result<u16> {
 fn args(ip: IpAddr, kept: &Kept) -> Vec<String> {
     let listen = format!("https://{}", SocketAddr::new(ip, kept.port));
     let advertised = kept.handout.endpoints.concat();
-    let random = fs::read_to_string("/proc/sys/kernel/random/uuid").map(|text| text.trim().to_owned());
+    let random = std::fs::read_to_string("/proc/sys/kernel/random/uuid").map(|text| text.trim().to_owned());
     // A socket in its folder, which other users cannot enter.
     let peer = "unix://peer:0";
     let args = [
