@@ -464,12 +464,12 @@ mod tests {
         folder.write_record(&lock, &record("first", None, 100)).unwrap();
         std::fs::remove_dir_all(&lost.dir).unwrap();
 
-        // The disk fails.
+        // Somebody has put a file there.
         let (packs, away) = (folder.packs_dir(), dir.path().join("packs"));
         std::fs::rename(&packs, &away).unwrap();
         std::fs::write(&packs, "no folder").unwrap();
         let error = bring_newest(&config, &folder, &lock).unwrap_err();
-        assert!(error.is::<NotFetched>() && of_error(&error, false) == Exit::Missing, "{error:#}");
+        assert!(error.is::<NotFetched>() && of_error(&error, false) == Exit::Config, "{error:#}");
         assert_eq!(folder.images().unwrap().len(), 1);
 
         // It is damaged in the replica: no more waiting helps.
