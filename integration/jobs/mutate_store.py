@@ -22,7 +22,7 @@ folder, decoys, library = (os.path.normpath(path) for path in sys.argv[1:4])
 seed, seconds = int(sys.argv[4]), float(sys.argv[5])
 choose = random.Random(seed)
 libc = ctypes.CDLL(None, use_errno=True)
-MNT_DETACH, MS_BIND = 2, 4096
+MNT_DETACH, UMOUNT_NOFOLLOW, MS_BIND = 2, 8, 4096
 # What was in the way is kept here: on the same file system, and not below the store.
 aside = tempfile.mkdtemp(prefix="aside-", dir=os.path.dirname(decoys))
 # What a bind mount shows: root's own is not put there, because what is removed through it is removed.
@@ -190,7 +190,10 @@ def mount_folder():
 
 def unmount():
     if mounts:
-        libc.umount2(mounts.pop(choose.randrange(len(mounts))).encode(), MNT_DETACH)
+        point = mounts.pop(choose.randrange(len(mounts)))
+        # A folder above it may be a link to a decoy by now, and what is mounted there is not ours.
+        if os.path.realpath(point) == os.path.join(os.path.realpath(folder), os.path.relpath(point, folder)):
+            libc.umount2(point.encode(), MNT_DETACH | UMOUNT_NOFOLLOW)
 
 
 def change_owner():
@@ -240,8 +243,8 @@ def change_something():
 
 end = time.monotonic() + seconds
 pause = choose.choice([0, 0.001, 0.01, 0.05])
-# Some commands meet a few changes only, and get further.
-left = choose.choice([0, 2, 1 << 30, 1 << 30])
+# Some commands meet a few changes only, and get further. All lines must fit into a pipe: they are read at the end.
+left = choose.choice([0, 2, 300, 300])
 try:
     for _ in range(choose.choice([0, 1, 1, 1, 2])):
         change_something()
@@ -259,7 +262,7 @@ finally:
             points = [line.split()[4] for line in table]
         points = [point for point in points if point.startswith((os.path.dirname(folder) + "/", aside + "/"))]
         for point in points:
-            libc.umount2(point.encode(), MNT_DETACH)
+            libc.umount2(point.encode(), MNT_DETACH | UMOUNT_NOFOLLOW)
         if not points:
             break
     shutil.rmtree(aside, ignore_errors=True)

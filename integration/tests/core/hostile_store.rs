@@ -318,7 +318,8 @@ fn the_memory_of_another_job_stays() {
                 text.contains("\"running\"")
             });
             assert!(ground.snapshot(&mut other), "{}", other.err());
-            let is_of_k = |area: &PathBuf| area.file_name().is_some_and(|name| name.to_string_lossy().starts_with("k-"));
+            let is_of_k =
+                |area: &PathBuf| area.file_name().is_some_and(|name| name.to_string_lossy().starts_with("k-"));
             let area = ground.lab.mounted().into_iter().find(is_of_k).unwrap();
             let is_whole = || (0..2).any(|slot| area.join(format!("slots/{slot}/manifest.json")).exists());
             let is_mounted = || rekindle_testing::mounts_below(&area).contains(&area);

@@ -64,7 +64,7 @@ impl Owner {
 
     /// Whether the supervisor may be alive. One in another PID namespace cannot be seen from here.
     pub(super) fn may_live(&self) -> bool {
-        self.supervisor.pid_namespace != Holder::this_process().pid_namespace || self.supervisor.lives()
+        self.supervisor.may_live()
     }
 
     /// Whether nothing can be found out about it: its supervisor cannot be seen from here, nor can its job's folder.
