@@ -420,6 +420,15 @@ impl Beneath {
         }
     }
 
+    /// Gives this name to a copy of the file if that has a name elsewhere, as [`Beneath::append`] does.
+    ///
+    /// # Errors
+    /// As [`Beneath::read`] and [`Beneath::create_new`].
+    pub fn make_own(&self) -> io::Result<()> {
+        let (found, metadata) = self.find_file()?;
+        if metadata.nlink() > 1 { self.replace_by_copy(&found, &metadata).map(drop) } else { Ok(()) }
+    }
+
     /// Gives this name to a copy of the file, open for appending.
     fn replace_by_copy(&self, found: &File, metadata: &Metadata) -> io::Result<File> {
         let mut name = OsString::from(".tmp-own-");
@@ -787,6 +796,10 @@ mod tests {
         fs::hard_link(&secret, file.path()).unwrap();
         assert!(unexpected(&file.change().unwrap_err()).contains("a hard link"));
         assert!(file.set_mode(0o777).is_err());
+        file.make_own().unwrap();
+        file.change().unwrap();
+        file.remove_file().unwrap();
+        fs::hard_link(&secret, file.path()).unwrap();
         file.append(0o600).unwrap().write_all(b" and more").unwrap();
         assert_eq!(file.content(100).unwrap(), b"root's and more");
         assert_eq!(fs::read(&secret).unwrap(), b"root's");

@@ -272,6 +272,7 @@ fn take(folder: &Beneath, job: &JobName, proof: Proof<'_>) -> Result<WriterLock>
     let named = folder.join(FILE_NAME);
     let path = || named.path().to_owned();
     let failed = |source| Error::Lock { path: path(), source };
+    make_own(&named, job)?;
     let file = named.change_or_create(0o600).map_err(|source| match Unexpected::in_error(&source) {
         Some(_) => Error::Write { path: path(), source },
         None => failed(source),
@@ -309,6 +310,24 @@ fn take(folder: &Beneath, job: &JobName, proof: Proof<'_>) -> Result<WriterLock>
         lock.refresh()?;
     }
     Ok(lock)
+}
+
+/// A backup made with `cp -al` names the same file, which must not change there: then the lock gets a file of its own,
+/// unless somebody has it.
+fn make_own(named: &Beneath, job: &JobName) -> Result<()> {
+    // What cannot be read is told by who opens it next.
+    let Ok(file) = named.read() else { return Ok(()) };
+    if file.metadata().is_ok_and(|metadata| metadata.nlink() <= 1) {
+        return Ok(());
+    }
+    match file.try_lock() {
+        Ok(()) => named.make_own().map_err(|source| Error::Write { path: named.path().to_owned(), source }),
+        Err(TryLockError::WouldBlock) => {
+            let holder = read_holder(&file).ok().flatten().map(Box::new);
+            Err(Error::Supervised { job: job.clone(), holder })
+        }
+        Err(TryLockError::Error(source)) => Err(Error::Lock { path: named.path().to_owned(), source }),
+    }
 }
 
 /// A holder that counts as dead only because of missing heartbeats, and the last heartbeat of one that ended without

@@ -511,3 +511,23 @@ fn a_process_lives_that_has_the_pid_and_the_start() {
     assert!(dead.started.is_some() && !dead.lives(), "a zombie");
     child.wait().unwrap();
 }
+
+/// `cp -al` makes backups in which files are the same ones. So does whoever wants another file to be written.
+#[test]
+fn a_lock_with_another_name_is_not_written_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let (folder, other) = (dir.path().join("j"), dir.path().join("other"));
+    fs::create_dir(&folder).unwrap();
+    fs::write(&other, "somebody else's").unwrap();
+    fs::hard_link(&other, folder.join(FILE_NAME)).unwrap();
+    let held = lock(&folder).unwrap();
+    assert_eq!(fs::read(&other).unwrap(), b"somebody else's");
+    assert_eq!(named(&folder).unwrap().pid, Holder::this_process().pid);
+
+    // A backup of a job that runs: nobody else takes the lock, and its holder keeps it.
+    fs::hard_link(folder.join(FILE_NAME), dir.path().join("backup")).unwrap();
+    assert!(matches!(lock(&folder), Err(Error::Supervised { .. })));
+    held.refresh().unwrap();
+    drop(held);
+    drop(lock_again(&folder));
+}
