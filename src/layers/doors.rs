@@ -119,6 +119,36 @@ fn doors() {
     }
 }
 
+/// A line of SECURITY.md is only as good as the test that holds it.
+#[test]
+fn the_tests_that_security_names_exist() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let text = fs::read_to_string(root.join("SECURITY.md")).unwrap();
+    let (_, table) = text.split_once("## Which tests hold it").unwrap();
+    let (_, table) = table.split_once("|---|---|").unwrap();
+    let (table, _) = table.split_once("\n\n").unwrap();
+    let names: Vec<&str> = table.split('`').skip(1).step_by(2).filter(|name| !name.ends_with(".sh")).collect();
+    assert!(names.len() > 20, "{names:?}");
+    let folders = ["src", "crates", "integration"].map(|folder| root.join(folder));
+    let all: Vec<String> = folders
+        .iter()
+        .flat_map(|folder| sources(folder))
+        .map(|path| {
+            let text = fs::read_to_string(&path).unwrap_or_default();
+            let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+            format!("mod {stem};\n{text}")
+        })
+        .collect();
+    let is_there = |name: &&str| {
+        let wanted = match name.strip_suffix("::") {
+            Some(module) => format!("mod {module};"),
+            None => format!("fn {name}("),
+        };
+        all.iter().any(|text| text.contains(&wanted))
+    };
+    assert_eq!(names.into_iter().filter(|name| !is_there(name)).collect::<Vec<_>>(), [""; 0], "no such test");
+}
+
 #[test]
 fn every_call_is_found() {
     let found = |code| calls(code).len();
