@@ -192,6 +192,11 @@ impl JobFolder {
         Ok(images)
     }
 
+    /// Whether a run of the job has begun.
+    pub(super) fn has_run(&self) -> bool {
+        self.dir.join(record::FILE_NAME).is_there()
+    }
+
     /// Whether it is there and has nothing of a job. If a file system was unmounted, nothing is there.
     fn is_bare(&self) -> bool {
         self.dir.is_dir() && !self.dir.join(record::FILE_NAME).is_there() && !self.packs_dir().is_there()

@@ -126,7 +126,7 @@ fn finish(doomed: &Beneath, others: &[Image], trust: &Trust) -> Result<()> {
 
 /// Removes the hard links. Best effort: a remaining link takes space beside the user's files, and the image must be
 /// removed anyway.
-fn remove_links(manifest: &Manifest, others: &[Image]) {
+pub(super) fn remove_links(manifest: &Manifest, others: &[Image]) {
     let unknown = |image: &Image| matches!(&image.state, State::Damaged { why } if why.kind != DamageKind::Broken);
     if manifest.saved_links.is_empty() || others.iter().any(unknown) {
         return;

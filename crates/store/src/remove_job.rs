@@ -12,12 +12,12 @@
 
 use std::io;
 
-use super::{links, tags};
+use super::remove::remove_links;
+use super::tags;
 use crate::error::{Error, Result};
 use crate::folder::JobFolder;
 use crate::folders::{list, remove_all};
 use crate::id::{ImageId, JobName};
-use crate::image::Image;
 use crate::lock::{self, WriterLock};
 use crate::names::DELETED_PREFIX;
 use crate::staging::{Area, Medium};
@@ -95,9 +95,17 @@ impl Store {
     /// Steps 2 to 4.
     fn finish(&self, name: &JobName) -> Result<()> {
         let path = self.doomed(name);
+        // Anybody who can write the store can make a folder of that name. What a job of this name has is not touched.
+        let present = JobFolder::existing(name.clone(), self.dir().join(name.as_str()), self.trust()).ok();
+        let others = present.as_ref().map_or_else(|| Ok(Vec::new()), JobFolder::images)?;
         if let Ok(folder) = JobFolder::existing(name.clone(), path.clone(), self.trust()) {
-            remove_links(&folder);
-            for area in Area::all_of(&folder).iter().filter(|area| area.medium() == Medium::Memory) {
+            let is_of_present = present.is_some_and(|present| present.has_run());
+            let staged = if is_of_present { Vec::new() } else { folder.staged() };
+            for image in folder.images().unwrap_or_default().into_iter().chain(staged) {
+                image.manifest().iter().for_each(|manifest| remove_links(manifest, &others));
+            }
+            let areas = if is_of_present { Vec::new() } else { Area::all_of(&folder) };
+            for area in areas.iter().filter(|area| area.medium() == Medium::Memory && !area.is_in_use()) {
                 let failed = |error| Error::Remove { path: area.path().to_owned(), source: io::Error::other(error) };
                 area.close().map_err(failed)?;
             }
@@ -134,13 +142,5 @@ fn keep_pinned(folder: &JobFolder, pinned: Pinned) -> Result<()> {
     match pinned {
         Pinned::Remove => Ok(()),
         Pinned::Keep => folder.pinned()?.first().map_or(Ok(()), |image| Err(Error::Pinned(*image))),
-    }
-}
-
-/// Best effort, as for one image: the job must be removed anyway.
-fn remove_links(folder: &JobFolder) {
-    let images = folder.images().unwrap_or_default().into_iter().chain(folder.staged());
-    for manifest in images.filter_map(|image: Image| image.manifest().cloned()) {
-        manifest.saved_links.iter().for_each(|link| links::remove(&manifest, link));
     }
 }

@@ -137,6 +137,14 @@ impl Area {
         left(folder).into_iter().filter_map(|(dir, medium)| Area::of(dir, medium, folder.trust()).ok()).collect()
     }
 
+    /// Whether the supervisor that opened it last is alive, as its note says. Only root can write that note, while the job's
+    /// folder in the store, its lock included, may be anything.
+    pub(crate) fn is_in_use(&self) -> bool {
+        let owner = (self.medium == Medium::Memory).then(|| mounted::Owner::read(self.dir())).flatten();
+        let others = owner.filter(|owner| owner.supervisor.pid != std::process::id());
+        others.is_some_and(|owner| owner.supervisor.is_seen_alive())
+    }
+
     /// Its medium.
     #[must_use]
     pub fn medium(&self) -> Medium {

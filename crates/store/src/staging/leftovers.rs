@@ -90,17 +90,22 @@ impl Leftover {
         if areas.is_empty() || folder.writer()? != Writer::Nobody {
             return Ok(Vec::new());
         }
-        areas.iter().map(|area| Leftover::judge(folder, area)).collect()
+        areas.iter().filter(|area| !area.is_in_use()).map(|area| Leftover::judge(folder, area)).collect()
     }
 
-    fn judge(folder: &JobFolder, area: &Area) -> Result<Leftover> {
-        let over = matches!(folder.record()?.map(|record| record.outcome), Some(Outcome::Completed));
+    pub(super) fn judge(folder: &JobFolder, area: &Area) -> Result<Leftover> {
+        // A record of an earlier run, put back, says nothing about images of a later one.
+        let completed = folder.record()?.filter(|record| record.outcome == Outcome::Completed);
+        let is_over = |image: &Image| {
+            let (Some(record), Some(manifest)) = (&completed, image.manifest()) else { return false };
+            record.has(image.id, &manifest.lineage)
+        };
         let stored = folder.images()?.into_iter().find(Image::is_good).map(|image| image.id);
         // An image older than one in the store is of no use. An image that is marked, or that we cannot read, may be of
         // use to others.
         let is_needed =
             |image: &Image| !folder.is_stored_besides(image) && stored.is_none_or(|stored| stored < image.id);
-        let needed = area.images().into_iter().find(|image| !over && is_needed(image)).map(|image| image.id);
+        let needed = area.images().into_iter().find(|image| !is_over(image) && is_needed(image)).map(|image| image.id);
         let store = folder.store();
         Ok(Leftover::new(folder.name(), store, area, needed))
     }
@@ -149,7 +154,7 @@ impl Leftover {
         {
             // A supervisor may have been started since.
             let Ok(_lock) = folder.lock() else { return false };
-            if !Leftover::judge(folder, &area).is_ok_and(|left| may_go(&left)) {
+            if area.is_in_use() || !Leftover::judge(folder, &area).is_ok_and(|left| may_go(&left)) {
                 return false;
             }
             area.slots().iter().for_each(|slot| folder.drop_links(slot));

@@ -3,6 +3,7 @@
 use nix::mount::{MntFlags, MsFlags, mount};
 
 use super::*;
+use crate::record::{JobRecord, Outcome};
 use crate::Pinned;
 use crate::staging::leftovers::{self, Leftover, OnlyCopies};
 
@@ -112,4 +113,50 @@ fn slots_that_are_a_link_are_left_alone() {
     assert!(slots.is_symlink() && fs::read_dir(&other).unwrap().count() == 1);
     let leftover = Leftover::of(&ground.folder).unwrap();
     assert!(leftover.is_empty() && !leftover.iter().any(|left| left.free(&Trust::default(), OnlyCopies::Discard)));
+}
+
+/// The record of a run that ended so.
+fn record(ground: &Ground, lineage: &str, outcome: Outcome) {
+    let record = JobRecord {
+        command: vec!["true".into()],
+        directory: "/".parse().unwrap(),
+        lineage: lineage.into(),
+        base: None,
+        created: chrono::DateTime::UNIX_EPOCH,
+        outcome,
+        exit_code: None,
+        uptime: std::time::Duration::ZERO,
+        failures: 0,
+        restores: 0,
+    };
+    ground.folder.write_record(&ground.lock, &record).unwrap();
+}
+
+/// Whoever can write the store can make a folder with the name of a removal that was interrupted.
+#[test]
+fn a_removal_that_others_made_up_releases_nothing_of_a_job() {
+    let Some(ground) = Ground::new() else { return };
+    let area = ground.open();
+    area.slots()[0].begin(id(1)).unwrap().seal(manifest(), 1).unwrap();
+    record(&ground, &manifest().lineage, Outcome::Running);
+    fs::create_dir(ground.folder.store().join(".del-j")).unwrap();
+    let store = Store::open(ground.folder.store(), Access::Write).unwrap();
+    assert!(store.finish_removal(ground.folder.name()).unwrap());
+    assert!(!store.is_half_removed(ground.folder.name()));
+    assert!(area.is_there() && ground.folder.staged().len() == 1, "the job still has its memory");
+    area.close().unwrap();
+}
+
+/// An older record is signed, too.
+#[test]
+fn the_record_of_an_earlier_run_makes_no_later_image_superfluous() {
+    let Some(ground) = Ground::new() else { return };
+    let area = ground.open();
+    area.slots()[0].begin(id(1)).unwrap().seal(manifest(), 1).unwrap();
+    let Ground { folder, .. } = &ground;
+    record(&ground, &manifest().lineage, Outcome::Completed);
+    assert_eq!(Leftover::judge(folder, &area).unwrap().needed, None, "that run is over");
+    record(&ground, "of-an-earlier-run", Outcome::Completed);
+    assert_eq!(Leftover::judge(folder, &area).unwrap().needed, Some(id(1)));
+    area.close().unwrap();
 }
