@@ -214,7 +214,10 @@ impl Image {
         match self.place {
             Place::Stored => Image::load(&self.dir, self.id, &self.trust),
             Place::Staged | Place::Slot => {
-                let found = read_staged(&self.dir, self.place, &self.trust);
+                // What is open here lasts when memory is unmounted, and a new one may be at its path.
+                let now = if self.place == Place::Staged { self.dir.again() } else { Ok(self.dir.clone()) };
+                let found = now.map_err(|_| ManifestError::Missing);
+                let found = found.and_then(|dir| read_staged(&dir, self.place, &self.trust));
                 let found = found.and_then(|manifest| match manifest.id == self.id {
                     true => Ok(Box::new(manifest)),
                     false => Err(ManifestError::OtherImage(manifest.id)),

@@ -101,8 +101,8 @@ fn assert_says_why(code: i32, said: &str) -> Option<String> {
         Some(reason.to_owned())
     };
     let reasons: Vec<String> = said.lines().filter_map(reason).collect();
-    // What is told without a path: how many images are damaged, and how often the job died.
-    let known = ["is damaged", "are damaged", "lost content", "restart", "no job"];
+    // What is told without a path: how many images are damaged, how often the job died, and whose lock it is.
+    let known = ["is damaged", "are damaged", "lost content", "restart", "no job", "was taken over", "is running"];
     let tells = |why: &String| why.contains('/') || known.iter().any(|words| why.contains(words));
     let told = reasons.iter().find(|why| tells(why));
     Some(told.unwrap_or_else(|| panic!("{code}, and it does not say why: {}", tail(said))).clone())

@@ -83,7 +83,12 @@ impl Work<'_> {
     ) -> Result<Vec<Extent>, Error> {
         let path = self.part_path(stretch.part);
         let failed = |source| self.failed(&path, source);
-        let file = path.read().map_err(failed)?;
+        let file = match self.image.place {
+            // What is open here lasts when the memory is unmounted, but the image does not: this looks at the path again.
+            Place::Staged => path.again().and_then(|path| path.read()),
+            Place::Slot | Place::Stored => path.read(),
+        };
+        let file = file.map_err(failed)?;
         let size = file.metadata().map_err(failed)?.len();
         let mut extents = Vec::with_capacity(stretch.pieces.len() + 1);
         if stretch.zeros > 0 {
