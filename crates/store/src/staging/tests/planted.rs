@@ -3,8 +3,8 @@
 use nix::mount::{MntFlags, MsFlags, mount};
 
 use super::*;
-use crate::record::{JobRecord, Outcome};
 use crate::Pinned;
+use crate::record::{JobRecord, Outcome};
 use crate::staging::leftovers::{self, Leftover, OnlyCopies};
 
 /// A tmpfs of root, for another purpose. It is unmounted when this is dropped.
