@@ -5,11 +5,12 @@
 //! [`read`] skips. If it cannot be written, the job is still supervised, and the log says so once.
 //!
 //! Others may put anything in its place: nothing but a regular file below the store is opened, and nobody waits for one.
+//! Of a file that is too long, only the newest part is read, and a line that is too long is skipped ([`Lines`]).
 //!
 //! Fields may be added to an event, and events to the list: readers ignore unknown ones ([`What::Unknown`]).
 
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Seek, SeekFrom, Write};
+use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{FileExt, MetadataExt};
 
 use chrono::{DateTime, Utc};
@@ -29,6 +30,10 @@ use rekindle_store::manifest::{Phase, Reason};
 pub const FILE_NAME: &str = "events.jsonl";
 /// At this size the file is moved to `events.jsonl.1`, replacing the old one: some 100,000 snapshots.
 const MAX_SIZE: u64 = 64 << 20;
+/// A longer line is none of ours.
+const MAX_LINE: usize = 1 << 20;
+/// What is read of a file at once at most: one of ours has at most one line more than [`MAX_SIZE`].
+const MOST: u64 = MAX_SIZE + (1 << 20);
 /// Version of the lines. Events only gain fields, which does not change it.
 const VERSION: u32 = 1;
 
@@ -439,6 +444,63 @@ fn open(path: &Beneath) -> io::Result<File> {
     Ok(file)
 }
 
+/// Splits what is read of a journal into lines, with little memory whatever is in it.
+#[derive(Debug, Default)]
+pub(super) struct Lines {
+    /// The beginning of an incomplete line.
+    partial: Vec<u8>,
+    /// The present line is too long, or its beginning was not read: it is skipped.
+    is_skipped: bool,
+}
+
+impl Lines {
+    /// Reads the rest of a file: the newest `most` bytes if it has more. Adds the events of complete lines; lines that
+    /// cannot be parsed are skipped.
+    fn read_newest(&mut self, file: &mut File, most: u64, events: &mut Vec<Event>) -> io::Result<()> {
+        let begin = file.metadata()?.size().saturating_sub(most);
+        if begin > file.stream_position()? {
+            file.seek(SeekFrom::Start(begin))?;
+            (self.partial, self.is_skipped) = (Vec::new(), true);
+        }
+        // It may grow meanwhile.
+        let mut reader = BufReader::new(file.take(most));
+        loop {
+            let bytes = reader.fill_buf()?;
+            if bytes.is_empty() {
+                return Ok(());
+            }
+            let end = bytes.iter().position(|byte| *byte == b'\n');
+            let count = end.map_or(bytes.len(), |end| end + 1);
+            self.add(bytes.get(..end.unwrap_or(count)).unwrap_or_default());
+            reader.consume(count);
+            if end.is_some() {
+                events.extend(self.end());
+            }
+        }
+    }
+
+    /// As [`Lines::read_newest`], with as much as a journal of ours can have.
+    pub(super) fn read(&mut self, file: &mut File, events: &mut Vec<Event>) -> io::Result<()> {
+        self.read_newest(file, MOST, events)
+    }
+
+    fn add(&mut self, bytes: &[u8]) {
+        if self.is_skipped || self.partial.len() + bytes.len() > MAX_LINE {
+            (self.partial, self.is_skipped) = (Vec::new(), true);
+        } else {
+            self.partial.extend(bytes);
+        }
+    }
+
+    /// The event of the line that ends here.
+    pub(super) fn end(&mut self) -> Option<Event> {
+        let event = serde_json::from_slice(&self.partial).ok().filter(|_| !self.is_skipped);
+        self.partial.clear();
+        self.is_skipped = false;
+        event
+    }
+}
+
 /// The events of a job, oldest first; empty if there is no file. Lines that cannot be parsed are skipped.
 ///
 /// # Errors
@@ -447,13 +509,7 @@ pub fn read(logs: &(impl Place + ?Sized)) -> io::Result<Vec<Event>> {
     let logs = logs.place()?;
     let mut events = Vec::new();
     for name in [format!("{FILE_NAME}.1"), FILE_NAME.into()] {
-        let file = match logs.join(name).read() {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-            other => other?,
-        };
-        for line in BufReader::new(file).split(b'\n') {
-            events.extend(serde_json::from_slice::<Event>(&line?));
-        }
+        read_file(&logs.join(name), MOST, &mut events)?;
     }
     Ok(events)
 }
@@ -463,15 +519,22 @@ pub fn read(logs: &(impl Place + ?Sized)) -> io::Result<Vec<Event>> {
 /// # Errors
 /// When the file cannot be read.
 pub fn newest(logs: &Beneath, bytes: u64) -> io::Result<Vec<Event>> {
-    let mut file = match logs.join(FILE_NAME).read() {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+    let mut events = Vec::new();
+    read_file(&logs.join(FILE_NAME), bytes, &mut events)?;
+    Ok(events)
+}
+
+/// Adds the newest events of a file, if there is one.
+fn read_file(path: &Beneath, most: u64, events: &mut Vec<Event>) -> io::Result<()> {
+    let mut file = match path.read() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         other => other?,
     };
-    let begin = file.metadata()?.size().saturating_sub(bytes);
-    file.seek(SeekFrom::Start(begin))?;
-    // The first one may be only the rest of a line.
-    let lines = BufReader::new(file).split(b'\n');
-    lines.map(|line| Ok(serde_json::from_slice(&line?).ok())).filter_map(Result::transpose).collect()
+    let mut lines = Lines::default();
+    lines.read_newest(&mut file, most, events)?;
+    // The last line may have no end yet.
+    events.extend(lines.end());
+    Ok(())
 }
 
 #[cfg(test)]
@@ -543,6 +606,27 @@ mod tests {
         let mut journal = journal(Path::new("/proc/nowhere"));
         journal.append(&began(Reason::Interval));
         assert!(journal.complained);
+    }
+
+    #[test]
+    fn only_the_newest_part_of_a_file_that_is_too_long_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let [first, second, third] = [Reason::Interval, Reason::Final, Reason::Signal].map(began);
+        journal(dir.path()).append(&first);
+        let path = dir.path().join(FILE_NAME);
+        OpenOptions::new().write(true).open(&path).unwrap().set_len(2 << 40).unwrap();
+        File::create(dir.path().join("events.jsonl.1")).unwrap().set_len(2 << 40).unwrap();
+        let add = |event: &Event| {
+            let line = format!("\n{}", event.to_line().unwrap());
+            OpenOptions::new().append(true).open(&path).unwrap().write_all(line.as_bytes()).unwrap();
+        };
+        add(&second);
+        // A line that is too long, and would be an event.
+        let pad = " ".repeat(MAX_LINE) + &third.to_line().unwrap();
+        OpenOptions::new().append(true).open(&path).unwrap().write_all(format!("\n{pad}\n").as_bytes()).unwrap();
+        add(&third);
+        assert_eq!(read(dir.path()).unwrap(), [second, third.clone()]);
+        assert_eq!(newest(&Beneath::at(dir.path()).unwrap(), 1000).unwrap(), [third]);
     }
 
     #[test]

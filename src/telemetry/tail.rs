@@ -1,10 +1,10 @@
 //! Reads a journal of events while it grows.
 
 use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::os::unix::fs::MetadataExt;
 
-use super::events::{Event, FILE_NAME};
+use super::events::{Event, FILE_NAME, Lines};
 use rekindle_os::beneath::Beneath;
 
 /// The position in a job's journal.
@@ -12,8 +12,7 @@ use rekindle_os::beneath::Beneath;
 pub(crate) struct Tail {
     logs: Beneath,
     file: Option<File>,
-    /// The beginning of an incomplete line.
-    partial: Vec<u8>,
+    lines: Lines,
     began: bool,
 }
 
@@ -21,7 +20,7 @@ impl Tail {
     /// Starts at the beginning of the journal in a job's log folder.
     #[must_use]
     pub(crate) fn of(logs: &Beneath) -> Tail {
-        Tail { logs: logs.clone(), file: None, partial: Vec::new(), began: false }
+        Tail { logs: logs.clone(), file: None, lines: Lines::default(), began: false }
     }
 
     /// The events since the last call, oldest first. Lines that cannot be parsed are skipped.
@@ -41,7 +40,7 @@ impl Tail {
         {
             // The journal was moved, and may have grown before: the rest of the old one is read first.
             self.read(&mut events)?;
-            self.partial.clear();
+            self.lines = Lines::default();
             self.file = Some(newest);
             self.read(&mut events)?;
         }
@@ -49,13 +48,7 @@ impl Tail {
     }
 
     fn read(&mut self, events: &mut Vec<Event>) -> io::Result<()> {
-        let Some(file) = &mut self.file else { return Ok(()) };
-        file.read_to_end(&mut self.partial)?;
-        let Some(end) = self.partial.iter().rposition(|byte| *byte == b'\n') else { return Ok(()) };
-        let rest = self.partial.split_off(end + 1);
-        let lines = std::mem::replace(&mut self.partial, rest);
-        events.extend(lines.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()));
-        Ok(())
+        self.file.as_mut().map_or(Ok(()), |file| self.lines.read(file, events))
     }
 }
 
@@ -119,5 +112,21 @@ mod tests {
             error.to_string().ends_with("events.jsonl is a symbolic link, and should be a regular file"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn a_line_or_a_file_that_is_too_long_is_skipped() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(FILE_NAME);
+        fs::write(&path, line("1") + &line("2")[..20]).unwrap();
+        let mut tail = Tail::of(&Beneath::at(dir.path()).unwrap());
+        assert_eq!(runs(&mut tail), ["1"]);
+        for _ in 0..2 {
+            let mut file = OpenOptions::new().append(true).open(&path).unwrap();
+            file.set_len(file.metadata().unwrap().len() + (1 << 40)).unwrap();
+            assert!(tail.more().unwrap().is_empty());
+            file.write_all(("\n".to_owned() + &line("3")).as_bytes()).unwrap();
+            assert_eq!(runs(&mut tail), ["3"]);
+        }
     }
 }

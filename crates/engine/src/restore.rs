@@ -274,13 +274,16 @@ fn fits(
     }
 }
 
+/// Maximum size of one of rekindle's own files: that of the file system that they are in.
+const MAX_OWN_FILE: u64 = 16 << 20;
+
 /// Puts back rekindle's own files that the job has mapped, of whatever version they are.
 fn recreate(request: &Request<'_>, manifest: &Manifest) -> Result<(), Error> {
     for file in &manifest.recreate {
         let dir = file.path.parent().unwrap_or(&file.path);
         request.own.work.also_at(dir)?;
         let put = || -> std::io::Result<()> {
-            let content = file.part.read(&request.image.dir)?;
+            let content = file.part.read(&request.image.dir, MAX_OWN_FILE)?;
             // In a rehearsal the folder of an earlier place may not be there.
             std::fs::create_dir_all(dir)?;
             mapped::recreate(&file.path, &content)

@@ -11,7 +11,7 @@ mod group;
 use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::ops::Deref;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Component, Path, PathBuf};
@@ -204,14 +204,12 @@ impl PartPath {
         dir.join(self).change()
     }
 
-    /// Reads the part of the image in `dir` completely.
+    /// Reads the part of the image in `dir` completely, at most so many bytes.
     ///
     /// # Errors
-    /// As [`PartPath::open`].
-    pub fn read(&self, dir: &Beneath) -> io::Result<Vec<u8>> {
-        let mut bytes = Vec::new();
-        self.open(dir)?.read_to_end(&mut bytes)?;
-        Ok(bytes)
+    /// As [`PartPath::open`]; `FileTooLarge`.
+    pub fn read(&self, dir: &Beneath, most: u64) -> io::Result<Vec<u8>> {
+        dir.join(self).content(most)
     }
 }
 
@@ -338,13 +336,15 @@ mod tests {
         let path = |text: &str| text.parse::<PartPath>().unwrap();
         nix::unistd::mkfifo(&image.join("files/fifo"), nix::sys::stat::Mode::S_IRWXU).unwrap();
         let image = crate::tests::beneath(&image);
-        assert_eq!(path("files/good").read(&image).unwrap(), b"job's");
+        assert_eq!(path("files/good").read(&image, 5).unwrap(), b"job's");
+        std::fs::File::create(dir.path().join("image/files/hole")).unwrap().set_len(2 << 40).unwrap();
+        assert_eq!(path("files/hole").read(&image, 9).unwrap_err().kind(), io::ErrorKind::FileTooLarge);
         assert!(path("files/good").open_for_device(&image).is_ok());
         for bad in ["files/link", "linked/x"] {
-            assert!(path(bad).read(&image).is_err(), "{bad}");
+            assert!(path(bad).read(&image, 9).is_err(), "{bad}");
             assert!(path(bad).open_for_device(&image).is_err(), "{bad}");
         }
-        assert!(path("files/fifo").read(&image).is_err(), "and does not wait for a writer");
+        assert!(path("files/fifo").read(&image, 9).is_err(), "and does not wait for a writer");
     }
 
     proptest! {

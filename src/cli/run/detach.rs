@@ -35,6 +35,8 @@ use rekindle_store::{JobFolder, JobName};
 
 /// The name of the supervisor's log.
 const LOG: &str = "supervisor.log";
+/// Bytes of it that are shown at most. Others may have made it longer.
+const MOST_SHOWN: u64 = 1 << 20;
 /// How often to check whether the job runs.
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -213,11 +215,17 @@ fn said(global: &Global, settled: &Settled, supervisor: Pid, pid: i32) -> anyhow
 
 /// Shows what the supervisor wrote to its log.
 fn show_log(settled: &Settled) -> io::Result<()> {
+    io::stderr().write_all(clean::lines(&String::from_utf8_lossy(&newest(settled)?)).as_bytes())
+}
+
+/// What the supervisor wrote to its log; the end of it if it is long.
+fn newest(settled: &Settled) -> io::Result<Vec<u8>> {
     let mut file = settled.place()?.join("log").join(LOG).read()?;
-    file.seek(SeekFrom::Start(settled.from))?;
+    let begin = file.metadata()?.len().saturating_sub(MOST_SHOWN);
+    file.seek(SeekFrom::Start(begin.max(settled.from)))?;
     let mut bytes = Vec::new();
-    file.read_to_end(&mut bytes)?;
-    io::stderr().write_all(clean::lines(&String::from_utf8_lossy(&bytes)).as_bytes())
+    file.take(MOST_SHOWN).read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 /// The exit code of a supervisor that ended.
@@ -262,6 +270,28 @@ mod tests {
         assert_eq!(runs(&after, Pid::from_raw(7)), Some(8));
         assert_eq!(runs(&none, Pid::from_raw(7)), Some(8));
         assert_eq!(runs(&after, Pid::from_raw(9)), None, "another supervisor");
+    }
+
+    #[test]
+    fn only_the_end_of_a_log_that_is_too_long_is_shown() {
+        let dir = tempfile::tempdir().unwrap();
+        let logs = dir.path().join("store/j/log");
+        std::fs::create_dir_all(&logs).unwrap();
+        let settled = Settled {
+            job: "j".parse().unwrap(),
+            folder: dir.path().join("store/j"),
+            log: logs.join(LOG),
+            from: 3,
+            before: None,
+        };
+        std::fs::write(&settled.log, "oldnew").unwrap();
+        assert_eq!(newest(&settled).unwrap(), b"new");
+        let mut log = File::options().append(true).open(&settled.log).unwrap();
+        log.set_len(2 << 40).unwrap();
+        log.write_all(b"the end").unwrap();
+        let shown = newest(&settled).unwrap();
+        assert!(shown.ends_with(b"the end"));
+        assert_eq!(u64::try_from(shown.len()).unwrap(), MOST_SHOWN);
     }
 
     #[test]

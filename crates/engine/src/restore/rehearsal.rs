@@ -13,6 +13,7 @@
 //! if memory is short.
 
 use std::fs;
+use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
@@ -229,15 +230,25 @@ fn harmless(image: &Image, manifest: &Manifest) -> Result<(), Failure> {
     }
 }
 
+/// Maximum size of one of CRIU's tables of files: some millions of files.
+const MAX_TABLE: u64 = 256 << 20;
+
 /// Checks that the job has no files in the places that the view shows unchanged.
 fn out_of_reach(image: &Image, as_they_are: &[PathBuf]) -> Result<(), Failure> {
     let tables = ["files.img", "ghost-file.img", "remap-fpath.img"].map(|name| image.dir.join(CRIU_DIR).join(name));
-    let tables: Vec<Vec<u8>> = tables.iter().filter_map(|table| table.content(u64::MAX).ok()).collect();
+    let mut found = Vec::new();
+    for table in tables {
+        match table.content(MAX_TABLE) {
+            Ok(bytes) => found.push(bytes),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(Failure::NotTried(format!("{} cannot be read: {error}", table.display()))),
+        }
+    }
     let names = |path: &&PathBuf| {
         // CRIU writes paths with and without the leading slash.
         let bytes = path.as_os_str().as_bytes();
         let bytes = bytes.strip_prefix(b"/").unwrap_or(bytes);
-        tables.iter().any(|table| table.windows(bytes.len().max(1)).any(|window| window == bytes))
+        found.iter().any(|table| table.windows(bytes.len().max(1)).any(|window| window == bytes))
     };
     match as_they_are.iter().find(names) {
         Some(path) => {
