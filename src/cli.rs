@@ -263,7 +263,7 @@ fn main_with(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     match dispatch(&cli) {
         Ok(exit) => exit.into(),
         Err(error) => {
-            let text = chain(error.as_ref()) + exit::hint(&error);
+            let text = chain(error.as_ref()) + &exit::hint(error.as_ref());
             let exit = exit::of_error(&error, cli.global.store.is_some());
             if cli.global.json {
                 output::complain_json(&text, exit.code())

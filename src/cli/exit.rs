@@ -2,6 +2,8 @@
 
 use std::process::ExitCode;
 
+use rekindle_os::beneath::Unexpected;
+
 /// How `rekindle` itself ends. Values follow sysexits.h and the shell where these define one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Exit {
@@ -57,27 +59,33 @@ impl From<Exit> for ExitCode {
     }
 }
 
-/// What to add to an error: what to do if a user has no right to the store and root has, or if the store is full.
-pub(crate) fn hint(error: &anyhow::Error) -> &'static str {
+/// What to add to an error: what to do if others put something in the store, if a user has no right to the store and root
+/// has, or if the store is full.
+pub(crate) fn hint(error: &(dyn std::error::Error + 'static)) -> String {
     use std::io::ErrorKind::{QuotaExceeded, StorageFull};
-    if error.chain().any(is_unexpected) {
-        return ". Somebody has put it there. Remove it, and check who can write to the store";
+    let mut chain = std::iter::successors(Some(error), |error| error.source());
+    if let Some(unexpected) = chain.clone().find_map(unexpected) {
+        let advice = unexpected.advice();
+        // The store's errors say it themselves.
+        let is_said = rekindle_base::chain(error).contains(&advice);
+        let advice = if is_said { String::new() } else { format!(". What to do: {advice}") };
+        return advice + ". Check who can write to the store";
     }
-    if error.chain().any(is_refused) {
-        return ". Use sudo if the job was started with it";
+    if chain.clone().any(is_refused) {
+        return ". Use sudo if the job was started with it".to_owned();
     }
-    match error.chain().find_map(kind_in_store) {
+    match chain.find_map(kind_in_store) {
         Some(StorageFull | QuotaExceeded) => {
             ". Free space there (`rekindle prune` removes images that no rule keeps), or choose another folder with --store"
         }
         _ => "",
     }
+    .to_owned()
 }
 
-/// Whether something in the store is not what it should be.
-fn is_unexpected(cause: &(dyn std::error::Error + 'static)) -> bool {
-    let of = |error| rekindle_os::beneath::Unexpected::in_error(error).is_some();
-    cause.downcast_ref().is_some_and(of)
+/// Something in the store that is not what it should be.
+fn unexpected<'a>(cause: &'a (dyn std::error::Error + 'static)) -> Option<&'a Unexpected> {
+    cause.downcast_ref().and_then(Unexpected::in_error)
 }
 
 /// Whether the kernel refuses the store to this user.
@@ -105,7 +113,7 @@ pub(crate) fn of_error(error: &anyhow::Error, is_store_typed: bool) -> Exit {
     use rekindle_engine::{launch, restore};
     use rekindle_store as store;
     // Others changed what only we should change: somebody must look at it before anything goes on.
-    if error.chain().any(is_unexpected) {
+    if error.chain().any(|cause| unexpected(cause).is_some()) {
         return Exit::Config;
     }
     for cause in error.chain() {
@@ -137,6 +145,16 @@ pub(crate) fn of_error(error: &anyhow::Error, is_store_typed: bool) -> Exit {
             || cause.is::<super::AnothersJob>()
         {
             return Exit::Missing;
+        }
+        match cause.downcast_ref::<launch::work::Error>() {
+            Some(launch::work::Error::InUse { .. }) => return Exit::Missing,
+            // snapshot.staging-directory has to change, or the rights there.
+            Some(
+                launch::work::Error::NotRoots { .. }
+                | launch::work::Error::Foreign(_)
+                | launch::work::Error::Unusable(_),
+            ) => return Exit::Config,
+            _ => {}
         }
         if cause.is::<super::run::NoUsableImage>() {
             return Exit::NoUsableImage;
@@ -198,8 +216,8 @@ mod tests {
             let source = IoError::from(kind);
             anyhow::Error::from(rekindle_store::Error::Write { path: "/s/j/lock".into(), source })
         };
-        assert!(hint(&error(ErrorKind::StorageFull)).contains("`rekindle prune`"));
-        assert_eq!(hint(&error(ErrorKind::NotFound)), "");
+        assert!(hint(error(ErrorKind::StorageFull).as_ref()).contains("`rekindle prune`"));
+        assert_eq!(hint(error(ErrorKind::NotFound).as_ref()), "");
         assert_eq!(of_error(&error(ErrorKind::StorageFull), false), Exit::Internal);
     }
 
@@ -213,8 +231,9 @@ mod tests {
         let of_store = rekindle_store::Error::Write { path: log.clone(), source: source() };
         for error in [of_output.into(), of_store.into(), anyhow::Error::from(source()).context("cannot write")] {
             assert_eq!(of_error(&error, false), Exit::Config, "{error:?}");
-            assert!(hint(&error).contains("Remove it"));
-            let said = format!("{error:#}");
+            let said = rekindle_base::chain(error.as_ref()) + &hint(error.as_ref());
+            assert_eq!(said.matches("remove it").count(), 1, "{said}");
+            assert!(said.ends_with("Check who can write to the store"), "{said}");
             assert!(said.contains("/stdout.log is a symbolic link, and should be a regular file"), "{said}");
         }
         assert_eq!(of_error(&IoError::from(ErrorKind::InvalidInput).into(), false), Exit::Internal);
@@ -233,5 +252,34 @@ mod tests {
         let told = format!("{error:#}");
         assert!(told.ends_with("/s/j/images is a symbolic link, and should be a folder"), "{told}");
         assert!(told.contains("remove it") && told.contains("rekindle repair"), "{told}");
+    }
+
+    #[test]
+    fn what_has_another_owner_is_told_once_with_what_to_do() {
+        let there = || {
+            IoError::from(Unexpected {
+                path: "/s/j/job.json".into(),
+                is: "the property of user 1234".into(),
+                want: "root's",
+            })
+        };
+        let of_store = rekindle_store::Error::Read { path: "/s/j/job.json".into(), source: there() };
+        for error in [of_store.into(), anyhow::Error::from(there()).context("cannot read")] {
+            let said = rekindle_base::chain(error.as_ref()) + &hint(error.as_ref());
+            assert_eq!(said.matches("`chown root /s/j/job.json`").count(), 1, "{said}");
+            assert!(!said.contains("emove it"), "{said}");
+        }
+    }
+
+    #[test]
+    fn a_work_folder_that_cannot_be_used_is_a_matter_of_the_configuration() {
+        use rekindle_engine::launch::work::Error;
+        let (path, why) = (std::path::PathBuf::from("/base"), "is in /base, which others can write".to_owned());
+        let of = |error: Error| of_error(&anyhow::Error::from(error).context("starting"), false);
+        assert_eq!(of(Error::NotRoots { path: path.clone(), why }), Exit::Config);
+        assert_eq!(of(Error::Foreign(path.clone())), Exit::Config);
+        assert_eq!(of(Error::InUse { path: path.clone(), owner: "job j".into() }), Exit::Missing);
+        let source = ErrorKind::NotFound.into();
+        assert_eq!(of(Error::Io { what: "open", path, source }), Exit::Internal);
     }
 }

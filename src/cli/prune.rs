@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::find::Finder;
 use super::list::no_images;
 use super::output::{Column, Format, complain, print_note, print_table, print_text, terminal_width};
-use super::{Exit, Global, Misuse, complete};
+use super::{Exit, Global, Misuse, complete, exit};
 use crate::config::{self, Config, SizeLimit};
 use rekindle_base::chain;
 use rekindle_base::units::size;
@@ -107,8 +107,8 @@ pub(super) fn prune(global: &Global, args: &PruneArgs) -> anyhow::Result<Exit> {
     };
     let policy = args.rules.over(config.policy());
     let mut failed = false;
-    let mut fails = |name: &JobName, error: &dyn std::error::Error| {
-        complain(&format!("job {name}: {}", chain(error)));
+    let mut fails = |name: &JobName, error: &(dyn std::error::Error + 'static)| {
+        complain(&format!("job {name}: {}{}", chain(error), exit::hint(error)));
         failed = true;
     };
     let folders: Vec<JobFolder> = match (&store, named) {

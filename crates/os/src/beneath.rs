@@ -45,6 +45,23 @@ impl Unexpected {
     pub fn in_error(error: &io::Error) -> Option<&Unexpected> {
         error.get_ref()?.downcast_ref()
     }
+
+    /// Whether only its owner is wrong.
+    #[must_use]
+    pub fn is_owner(&self) -> bool {
+        [ROOTS, OURS].contains(&self.want)
+    }
+
+    /// What to do about it, for the end of a message.
+    #[must_use]
+    pub fn advice(&self) -> String {
+        let path = self.path.display();
+        match self.want {
+            ROOTS => format!("check its content, then run `chown root {path}`"),
+            OURS => format!("check its content, then have root run `chown {} {path}`", nix::unistd::geteuid()),
+            _ => "remove it, or make it what it should be".to_owned(),
+        }
+    }
 }
 
 impl From<Unexpected> for io::Error {
@@ -117,6 +134,10 @@ impl AsRef<Path> for Beneath {
 const FILE: &str = "a regular file";
 /// A folder, in messages.
 const FOLDER: &str = "a folder";
+/// Whose it should be for root, in messages.
+const ROOTS: &str = "root's";
+/// The same for other users.
+const OURS: &str = "yours or root's";
 
 impl Beneath {
     /// Opens a folder. Links on the way to it and at its end are followed: who names it, decides. The folder itself may
@@ -260,7 +281,7 @@ impl Beneath {
         let (owner, we) = (metadata.uid(), nix::unistd::geteuid().as_raw());
         match self.root.owners {
             Owners::Ours if owner != we && owner != 0 => {
-                let want = if we == 0 { "root's" } else { "yours or root's" };
+                let want = if we == 0 { ROOTS } else { OURS };
                 Err(self.unexpected(format!("the property of user {owner}"), want))
             }
             _ => Ok(()),

@@ -31,9 +31,14 @@ impl std::fmt::Display for Failing<'_> {
             );
         }
         match Unexpected::in_error(self.0) {
-            Some(_) => f.write_str(
-                ", because something else was put there (it was neither followed nor changed: remove it, or make it what \
-                it should be; then `rekindle repair` says what is missing)",
+            Some(there) if there.is_owner() => {
+                write!(f, ", because it belongs to somebody else (it was not changed: {})", there.advice())
+            }
+            Some(there) => write!(
+                f,
+                ", because something else was put there (it was neither followed nor changed: {}; then `rekindle \
+                repair` says what is missing)",
+                there.advice()
             ),
             None => Ok(()),
         }
@@ -45,8 +50,43 @@ pub(crate) fn is_failing(error: &io::Error) -> bool {
     error.raw_os_error() == Some(libc::EIO)
 }
 
+/// The same error once more, with what the kernel, or [`Unexpected`], says.
+pub(crate) fn again(error: &io::Error) -> io::Error {
+    match Unexpected::in_error(error) {
+        Some(unexpected) => unexpected.clone().into(),
+        None => error.raw_os_error().map_or_else(|| error.kind().into(), io::Error::from_raw_os_error),
+    }
+}
+
 /// Makes an error of a failed action.
 pub fn failed<P: AsRef<Path> + ?Sized>(what: &'static str, path: &P) -> impl FnOnce(io::Error) -> FileError + use<P> {
     let path = path.as_ref().to_owned();
     move |source| FileError { what, path, source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_has_another_owner_is_not_to_be_removed() {
+        let said = |is: &str, want| {
+            let there = Unexpected { path: "/s/j/packs".into(), is: is.into(), want };
+            rekindle_base::chain(&failed("list", Path::new("/s/j/packs"))(there.into()))
+        };
+        let owner = said("the property of user 1234", "root's");
+        assert!(owner.contains("check its content, then run `chown root /s/j/packs`"), "{owner}");
+        assert!(!owner.contains("remove"), "{owner}");
+        let link = said("a symbolic link", "a folder");
+        assert!(link.contains("remove it, or make it what it should be; then `rekindle repair`"), "{link}");
+    }
+
+    #[test]
+    fn an_error_is_the_same_when_it_is_told_again() {
+        let there = Unexpected { path: "/s/j/packs/p".into(), is: "a FIFO".into(), want: "a regular file" };
+        for error in [there.into(), io::Error::from_raw_os_error(libc::EIO), io::ErrorKind::InvalidData.into()] {
+            assert_eq!(again(&error).to_string(), error.to_string());
+            assert_eq!(again(&error).kind(), error.kind());
+        }
+    }
 }

@@ -24,6 +24,9 @@ const VERSION: u32 = 2;
 /// JSON uses at most six bytes for one.
 pub const MAX_BYTES: u64 = 64 << 20;
 
+/// What a larger one is told with.
+const TOO_LARGE: &str = "it is larger than any that rekindle writes: remove it; the images are not affected";
+
 /// How the name of a lineage begins.
 const LINEAGE_TIME: &str = "%Y%m%dT%H%M%S%3fZ";
 
@@ -112,7 +115,13 @@ pub(super) fn read(file: &Beneath, job: &JobName, trust: &Trust) -> Result<Optio
     match file.content(MAX_BYTES) {
         Ok(bytes) => parse(&bytes, file.path(), job, trust).map(Some),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(Error::Read { path: file.path().to_owned(), source }),
+        Err(error) => {
+            let source = match error.kind() {
+                kind @ io::ErrorKind::FileTooLarge => io::Error::new(kind, TOO_LARGE),
+                _ => error,
+            };
+            Err(Error::Read { path: file.path().to_owned(), source })
+        }
     }
 }
 
@@ -280,5 +289,14 @@ mod tests {
         for (outcome, failures) in [(Outcome::Running, 3), (Outcome::Stopped, 2), (Outcome::Completed, 2)] {
             assert_eq!(record(outcome).seen_so_far(), Failures { uptime: Duration::from_secs(3600), failures });
         }
+    }
+
+    #[test]
+    fn a_record_that_is_too_large_is_told_with_what_to_do() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::File::create(dir.path().join(FILE_NAME)).unwrap().set_len(2 << 40).unwrap();
+        let file = crate::tests::beneath(dir.path()).join(FILE_NAME);
+        let error = super::read(&file, &"j".parse().unwrap(), &Trust::default()).unwrap_err();
+        assert!(rekindle_base::chain(&error).ends_with(TOO_LARGE), "{error:?}");
     }
 }

@@ -11,6 +11,7 @@ use crate::parts::kept::put_back as kept;
 use crate::steps::Panicked;
 use rekindle_criu as criu;
 use rekindle_cuda::sharing;
+use rekindle_os::beneath::Unexpected;
 use rekindle_os::spawn::Ended;
 
 /// Why an image was not restored.
@@ -189,6 +190,18 @@ impl Error {
             Error::Criu(criu::RunError::Cancelled) | Error::Cancelled => Blame::Nobody,
             Error::Misfit { .. } | Error::NotOurs { .. } => Blame::Here,
             Error::OtherUser(_) => Blame::Configuration,
+            // Others changed the store: another attempt finds the same, and somebody must look at it.
+            Error::Unpack(_)
+            | Error::Store(_)
+            | Error::Staging(_)
+            | Error::Recreate { .. }
+            | Error::Output(_)
+            | Error::Log { .. }
+            | Error::Images(_)
+                if self.is_about_others() =>
+            {
+                Blame::Configuration
+            }
             Error::Refused { why, .. } => match why.fault() {
                 Fault::Image => Blame::Image,
                 Fault::Files => Blame::Files,
@@ -265,6 +278,12 @@ impl Error {
         }
     }
 
+    /// Whether something is not what it should be, which others must have put there.
+    fn is_about_others(&self) -> bool {
+        let mut chain = std::iter::successors(Some(self as &(dyn std::error::Error + 'static)), |error| error.source());
+        chain.any(|error| error.downcast_ref().and_then(Unexpected::in_error).is_some())
+    }
+
     /// Whether CRIU was killed from outside, so that the next attempt may succeed at once.
     pub(super) fn says_criu_killed(&self) -> bool {
         matches!(self, Error::Criu(error) if error.says_criu_killed())
@@ -314,5 +333,20 @@ mod tests {
         for code in [-1, 1, 3, 101, 304, 401, 801, 999] {
             assert_eq!(blame(code), Blame::Unknown, "{code}");
         }
+    }
+
+    #[test]
+    fn what_others_put_in_the_place_of_a_pack_is_a_matter_of_the_configuration() {
+        let of = |source: std::io::Error| {
+            let source = rekindle_store::format::ReadError::Read { path: "/s/j/packs/p".into(), source };
+            let id = "000001-20261121T104210Z".parse().unwrap();
+            let error = Error::Unpack(rekindle_store::unpack::Error::Map { id, source });
+            (error.blame(), rekindle_base::chain(&error))
+        };
+        let fifo = Unexpected { path: "/s/j/packs/p".into(), is: "a FIFO".into(), want: "a regular file" };
+        let (blame, told) = of(fifo.into());
+        assert_eq!(blame, Blame::Configuration);
+        assert!(told.ends_with("/s/j/packs/p is a FIFO, and should be a regular file"), "{told}");
+        assert_ne!(of(std::io::ErrorKind::InvalidInput.into()).0, Blame::Configuration);
     }
 }

@@ -14,6 +14,7 @@ use std::path::Path;
 use super::name::PackName;
 use super::{Lost, PackIndex, Problem};
 use crate::chunk::{ChunkId, Key};
+use crate::file_error::again;
 use crate::format::{FormatError, ReadError};
 use crate::pack::index::Entry;
 use crate::pack::record::{HEADER_BYTES, PackHeader};
@@ -162,8 +163,7 @@ impl Index {
     pub(crate) fn unreadable(&self) -> Option<(&Path, io::Error)> {
         self.problems.iter().find_map(|problem| match &problem.lost {
             Lost::All(ReadError::Read { path, source }) if source.kind() != io::ErrorKind::NotFound => {
-                let again = source.raw_os_error().map_or_else(|| source.kind().into(), io::Error::from_raw_os_error);
-                Some((path.as_path(), again))
+                Some((path.as_path(), again(source)))
             }
             _ => None,
         })
