@@ -36,6 +36,7 @@ const BASE: [&str; 10] =
 const OS: [&str; 35] = [
     "affinity",
     "blocks",
+    "sparse",
     "beneath",
     "regular",
     "shielded",
@@ -53,7 +54,6 @@ const OS: [&str; 35] = [
     "parallel",
     "point",
     "sock_diag",
-    "sparse",
     "durable",
     "fence",
     "netns",

@@ -11,9 +11,12 @@
 //!
 //! Mounts below the folder are crossed: only root of this machine can make them.
 
+mod removal;
+
 use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::fs::{self, File, Metadata};
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::{self, Read};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
@@ -26,6 +29,7 @@ use nix::sys::stat::{Mode, mkdirat};
 use nix::unistd::{UnlinkatFlags, linkat, symlinkat, unlinkat};
 
 use super::blocks::Medium;
+use super::sparse;
 
 /// Something below a folder is not what it should be. It was neither followed, opened nor changed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -138,6 +142,16 @@ const FOLDER: &str = "a folder";
 const ROOTS: &str = "root's";
 /// The same for other users.
 const OURS: &str = "yours or root's";
+/// A file that is also elsewhere, in messages.
+const LINKED: &str = "a file with another name elsewhere (a hard link)";
+/// What it should be.
+const OF_ONE_NAME: &str = "one with this name only";
+/// The most data of such a file that is copied: our logs are smaller, and others may have linked anything.
+const MOST_COPIED: u64 = 1 << 30;
+/// Prefix of the name of such a copy while it is incomplete.
+pub const OWN_PREFIX: &str = ".tmp-own-";
+/// The longest path that the kernel takes.
+const LONGEST: usize = 4095;
 
 impl Beneath {
     /// Opens a folder. Links on the way to it and at its end are followed: who names it, decides. The folder itself may
@@ -228,6 +242,10 @@ impl Beneath {
         let flags = flags | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW;
         if !self.inside.components().all(|part| matches!(part, Component::Normal(_))) {
             return Err(self.unexpected("a path that leads out of its folder".into(), "a place below it"));
+        }
+        if self.inside.as_os_str().len() > LONGEST {
+            // As openat2(2) says; without it, every step on the way would be made.
+            return Err(Errno::ENAMETOOLONG.into());
         }
         let inside = if self.inside.as_os_str().is_empty() { Path::new(".") } else { &self.inside };
         let within =
@@ -376,9 +394,7 @@ impl Beneath {
     pub fn change(&self) -> io::Result<File> {
         let (found, metadata) = self.find_file()?;
         if metadata.nlink() > 1 && self.root.owners == Owners::Ours {
-            return Err(
-                self.unexpected("a file with another name elsewhere (a hard link)".into(), "one with this name only")
-            );
+            return Err(self.unexpected(LINKED.into(), OF_ONE_NAME));
         }
         reopen(&found, fs::OpenOptions::new().read(true).write(true))
     }
@@ -415,7 +431,7 @@ impl Beneath {
             let append = || fs::OpenOptions::new().read(true).append(true).clone();
             match metadata.nlink() {
                 0 | 1 => reopen(&found, &mut append()),
-                _ => self.replace_by_copy(&found, &metadata),
+                _ => self.replace_by_copy(&found, &metadata, MOST_COPIED),
             }
         };
         self.opened_or_created(open, || self.create_new_with(OFlag::O_APPEND, mode))
@@ -447,23 +463,38 @@ impl Beneath {
     /// As [`Beneath::read`] and [`Beneath::create_new`].
     pub fn make_own(&self) -> io::Result<()> {
         let (found, metadata) = self.find_file()?;
-        if metadata.nlink() > 1 { self.replace_by_copy(&found, &metadata).map(drop) } else { Ok(()) }
+        if metadata.nlink() > 1 { self.replace_by_copy(&found, &metadata, MOST_COPIED).map(drop) } else { Ok(()) }
     }
 
-    /// Gives this name to a copy of the file, open for appending.
-    fn replace_by_copy(&self, found: &File, metadata: &Metadata) -> io::Result<File> {
-        let mut name = OsString::from(".tmp-own-");
-        name.push(self.file_name().unwrap_or_default());
-        let copy = self.with_file_name(name);
-        match copy.remove_file() {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => {}
+    /// Gives this name to a copy of the file, open for appending. Only its data is copied, and not more than `most`: others
+    /// may have made it longer than any disk.
+    fn replace_by_copy(&self, found: &File, metadata: &Metadata, most: u64) -> io::Result<File> {
+        let from = reopen(found, fs::OpenOptions::new().read(true))?;
+        let length = metadata.len();
+        let mut data = 0_u64;
+        for extent in sparse::data(&from, 0..length) {
+            let extent = extent?;
+            data = data.saturating_add(extent.end - extent.start);
+            if data > most {
+                return Err(self.unexpected(LINKED.into(), OF_ONE_NAME));
+            }
         }
-        let mut to = copy.create_new_with(OFlag::O_APPEND, metadata.mode() & 0o777)?;
-        let copied = io::copy(&mut reopen(found, fs::OpenOptions::new().read(true))?, &mut to);
-        let replaced = copied.and_then(|_| to.sync_data()).and_then(|()| copy.rename(self));
-        replaced.inspect_err(|_| drop(copy.remove_file()))?;
-        Ok(to)
+        let mut name = OsString::from(OWN_PREFIX);
+        name.push(self.file_name().unwrap_or_default());
+        let copy = self.with_file_name(unforeseen(Path::new(&name)));
+        // Not for appending: every write would go to the end, and the holes would be lost.
+        let to = match copy.create_new(metadata.mode() & 0o777) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                return Err(copy.unexpected("there already".into(), "an unused name"));
+            }
+            created => created?,
+        };
+        let copied = sparse::copy(&from, 0..length, &to, 0).and_then(|_| to.set_len(length));
+        let replaced = copied
+            .and_then(|()| to.sync_data())
+            .and_then(|()| reopen(&to, fs::OpenOptions::new().read(true).append(true)))
+            .and_then(|to| copy.rename(self).map(|()| to));
+        replaced.inspect_err(|_| drop(copy.remove_file()))
     }
 
     /// Runs a call on the folder that this place is in, and its name there.
@@ -525,9 +556,7 @@ impl Beneath {
         }
         self.check_owner(&metadata)?;
         if metadata.is_file() && metadata.nlink() > 1 && self.root.owners == Owners::Ours {
-            return Err(
-                self.unexpected("a file with another name elsewhere (a hard link)".into(), "one with this name only")
-            );
+            return Err(self.unexpected(LINKED.into(), OF_ONE_NAME));
         }
         fs::set_permissions(own(&found), fs::Permissions::from_mode(mode))
     }
@@ -574,15 +603,14 @@ impl Beneath {
         self.in_parent(|folder, name| unlinkat(folder, name, UnlinkatFlags::RemoveDir))
     }
 
-    /// Removes a folder with everything below it. Links in it are removed, and not followed.
+    /// Removes a folder with everything below it, at any depth. Links in it are removed, and not followed.
     ///
     /// # Errors
-    /// The first thing that cannot be removed.
+    /// The first thing that cannot be removed, or that others put there again and again.
     pub fn remove_dir_all(&self) -> io::Result<()> {
         let parent = self.parent().ok_or(io::ErrorKind::InvalidInput)?.find_folder()?;
         let name = self.inside.file_name().ok_or(io::ErrorKind::InvalidInput)?;
-        // The library goes down by descriptors, and through no link.
-        fs::remove_dir_all(Path::new(&own(&parent)).join(name))
+        removal::remove_dir_all(&parent, name)
     }
 
     /// Renames it to a place below the same folder or another one. What is there is replaced.
@@ -690,6 +718,16 @@ fn reopen(found: &File, options: &mut fs::OpenOptions) -> io::Result<File> {
 #[must_use]
 pub fn own(file: &impl AsRawFd) -> String {
     format!("/proc/self/fd/{}", file.as_raw_fd())
+}
+
+/// The path with a suffix that nobody knows beforehand.
+#[must_use]
+pub fn unforeseen(path: &Path) -> PathBuf {
+    // Each has new random keys.
+    let number = RandomState::new().build_hasher().finish();
+    let mut name = path.as_os_str().to_owned();
+    name.push(format!("-{number:016x}"));
+    name.into()
 }
 
 #[cfg(test)]
@@ -825,6 +863,102 @@ mod tests {
         assert_eq!(file.content(100).unwrap(), b"root's and more");
         assert_eq!(fs::read(&secret).unwrap(), b"root's");
         assert_eq!(root.list().unwrap().len(), 2);
+    }
+
+    /// A chain of folders that no path is long enough for. Some have a file and a link that leads out.
+    fn deep(top: &Path, levels: u32) {
+        let folder = OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
+        let mut at = open(top, folder, Mode::empty()).unwrap();
+        for level in 0..levels {
+            mkdirat(&at, "d", Mode::S_IRWXU).unwrap();
+            at = openat(&at, "d", folder, Mode::empty()).unwrap();
+            if level % 64 == 0 {
+                fs::write(Path::new(&own(&at)).join("file"), "x").unwrap();
+                symlinkat("../../outside", &at, "link").unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn a_folder_of_any_depth_is_removed_and_nothing_outside() {
+        let (dir, root, secret) = ground();
+        let folder = root.join("folder");
+        // No path is as long, and neither this stack nor the usual number of descriptors is enough for one per level.
+        deep(folder.path(), 4_000);
+        symlink(dir.path().join("outside"), folder.path().join("out")).unwrap();
+        fs::hard_link(&secret, folder.path().join("secret")).unwrap();
+        fs::create_dir_all(folder.path().join("wide/a/b")).unwrap();
+        std::thread::scope(|scope| {
+            let small = std::thread::Builder::new().stack_size(256 << 10);
+            small.spawn_scoped(scope, || folder.remove_dir_all()).unwrap().join().unwrap().unwrap();
+        });
+        assert!(root.list().unwrap().is_empty());
+        assert_eq!(fs::read(&secret).unwrap(), b"root's");
+        assert_eq!(fs::read(dir.path().join("outside/file")).unwrap(), b"root's");
+        assert_eq!(folder.remove_dir_all().unwrap_err().kind(), io::ErrorKind::NotFound);
+        // A link is removed, and a file is not a folder.
+        symlink("../outside", folder.path()).unwrap();
+        folder.remove_dir_all().unwrap();
+        assert!(!folder.is_there() && dir.path().join("outside/file").exists());
+        fs::write(folder.path(), "x").unwrap();
+        assert_eq!(folder.remove_dir_all().unwrap_err().kind(), io::ErrorKind::NotADirectory);
+    }
+
+    #[test]
+    fn a_path_that_is_too_long_is_an_error_at_once() {
+        let (_dir, root, _) = ground();
+        let long = root.join("d/".repeat(20_000));
+        for error in [long.read().unwrap_err(), long.list().unwrap_err(), long.remove_dir_all().unwrap_err()] {
+            assert_eq!(error.raw_os_error(), Some(libc::ENAMETOOLONG));
+        }
+    }
+
+    #[test]
+    fn a_copy_of_a_sparse_file_has_its_holes() {
+        let (_dir, root, secret) = ground();
+        let (file, length) = (root.join("log"), 3_u64 << 30);
+        let outside = fs::OpenOptions::new().write(true).open(&secret).unwrap();
+        outside.write_all_at(b"end", length - 3).unwrap();
+        fs::hard_link(&secret, file.path()).unwrap();
+        file.append(0o600).unwrap().write_all(b" and more").unwrap();
+        let now = file.metadata().unwrap();
+        assert_eq!((now.len(), now.nlink()), (length + 9, 1));
+        assert!(now.blocks() * 512 < 8 << 20, "{}", now.blocks());
+        let mut ends = ([0; 6], [0; 12]);
+        file.read().unwrap().read_exact_at(&mut ends.0, 0).unwrap();
+        file.read().unwrap().read_exact_at(&mut ends.1, length - 3).unwrap();
+        assert_eq!((&ends.0, &ends.1), (b"root's", b"end and more"));
+        assert_eq!(fs::metadata(&secret).unwrap().len(), length);
+    }
+
+    #[test]
+    fn a_file_with_a_name_elsewhere_that_is_too_large_to_copy_is_refused() {
+        let (_dir, root, secret) = ground();
+        let file = root.join("log");
+        fs::write(&secret, vec![b'x'; 3 << 20]).unwrap();
+        fs::hard_link(&secret, file.path()).unwrap();
+        let (found, metadata) = file.find_file().unwrap();
+        let why = unexpected(&file.replace_by_copy(&found, &metadata, 2 << 20).unwrap_err());
+        assert!(
+            why.ends_with(
+                "log is a file with another name elsewhere (a hard link), and should be one with this name only"
+            ),
+            "{why}"
+        );
+        assert_eq!(root.list().unwrap().len(), 2);
+        file.replace_by_copy(&found, &metadata, 3 << 20).unwrap();
+        assert_eq!(file.content(4 << 20).unwrap(), fs::read(&secret).unwrap());
+    }
+
+    #[test]
+    fn nobody_can_be_in_the_way_of_a_copy() {
+        let (_dir, root, secret) = ground();
+        let file = root.join("log");
+        fs::hard_link(&secret, file.path()).unwrap();
+        root.join(".tmp-own-log/x").make_dirs(0o700).unwrap();
+        file.append(0o600).unwrap().write_all(b" and more").unwrap();
+        assert_eq!(file.content(100).unwrap(), b"root's and more");
+        assert_eq!(root.list().unwrap().len(), 3);
     }
 
     #[test]

@@ -10,7 +10,6 @@
 use std::borrow::Cow;
 use std::ffi::OsString;
 use std::fs::{File, Permissions};
-use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -19,6 +18,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use nix::errno::Errno;
 
 use super::beneath::Beneath;
+pub use super::beneath::unforeseen;
 use super::point::{Step, point};
 
 /// Prefix of the name of a file or folder while it is incomplete.
@@ -295,16 +295,6 @@ fn temp_name(path: &Beneath) -> io::Result<Beneath> {
     temp.push(name);
     temp.push(format!("-{}-{}", std::process::id(), COUNTER.fetch_add(1, Ordering::Relaxed)));
     Ok(path.with_file_name(temp))
-}
-
-/// The path with a suffix that nobody knows beforehand.
-#[must_use]
-pub fn unforeseen(path: &Path) -> PathBuf {
-    // Each has new random keys.
-    let number = RandomState::new().build_hasher().finish();
-    let mut name = path.as_os_str().to_owned();
-    name.push(format!("-{number:016x}"));
-    name.into()
 }
 
 #[cfg(test)]
