@@ -12,7 +12,6 @@ pub mod html;
 pub mod model;
 pub(crate) mod words;
 
-use std::fs::Metadata;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 
@@ -83,15 +82,22 @@ fn image_size(known: &Known) -> ImageSize {
     }
 }
 
-/// Bytes that a folder occupies on the disk. What cannot be examined counts as zero.
+/// Bytes that a folder occupies on the disk. What cannot be examined counts as zero, also what is deeper than a path is
+/// long.
 #[must_use]
 pub(crate) fn allocated(dir: &Beneath) -> u64 {
-    let of = |(place, meta): (Beneath, Metadata)| {
-        let below = if meta.is_dir() { allocated(&place) } else { 0 };
-        // In units of 512 bytes, whatever the block size of the file system is (stat(2)).
-        meta.blocks().saturating_mul(512).saturating_add(below)
-    };
-    dir.entries().unwrap_or_default().into_iter().map(of).sum()
+    let mut open = vec![dir.clone()];
+    let mut sum = 0_u64;
+    while let Some(folder) = open.pop() {
+        for (place, meta) in folder.entries().unwrap_or_default() {
+            // In units of 512 bytes, whatever the block size of the file system is (stat(2)).
+            sum = sum.saturating_add(meta.blocks().saturating_mul(512));
+            if meta.is_dir() {
+                open.push(place);
+            }
+        }
+    }
+    sum
 }
 
 /// A moment, for tests.
