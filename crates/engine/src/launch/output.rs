@@ -33,7 +33,7 @@ use std::time::Instant;
 
 pub(crate) use cut::Kept;
 pub use follow::Follower;
-use rekindle_os::beneath::Beneath;
+use rekindle_os::beneath::{Beneath, OWN_PREFIX};
 use rekindle_os::durable::{self, Place};
 use rekindle_os::sparse;
 pub use rotate::Rotation;
@@ -315,7 +315,8 @@ fn remove_leftovers(path: &Beneath) -> io::Result<()> {
     let (Some(dir), Some(name)) = (path.parent(), path.file_name()) else { return Ok(()) };
     let prefix = format!("{}{}", durable::TEMP_PREFIX, name.to_string_lossy());
     for name in dir.list()? {
-        if name.to_string_lossy().starts_with(&prefix) {
+        // Copies of a file with a name elsewhere have a prefix of their own; a folder stays.
+        if [&prefix, OWN_PREFIX].iter().any(|prefix| name.to_string_lossy().starts_with(prefix)) {
             let _ = dir.join(name).remove_file();
         }
     }

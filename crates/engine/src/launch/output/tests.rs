@@ -343,7 +343,9 @@ fn no_length_of_a_file_costs_more_than_its_data() {
 fn what_is_cut_is_kept_within_bounds_and_the_newest_of_it() {
     let dir = tempfile::tempdir().unwrap();
     let files = files(&dir, 4096, 3);
-    std::fs::write(dir.path().join(".tmp-stdout.log-1-2"), "of a crash").unwrap();
+    for name in [".tmp-stdout.log-1-2", ".tmp-own-stdout.log-0123456789abcdef", ".tmp-own-events.jsonl-1"] {
+        std::fs::write(dir.path().join(name), "of a crash").unwrap();
+    }
     std::fs::write(&files.stdout, "before").unwrap();
     let text = |n: u32| format!("{n}{}", "y".repeat(10_000 - 1));
     for n in 1..6 {
