@@ -1,5 +1,6 @@
 //! All images of a job with their copies, in memory and in the store; how a text finds one, and how the next is named.
 
+use std::collections::BTreeSet;
 use std::slice;
 use std::sync::atomic::Ordering;
 
@@ -63,21 +64,41 @@ impl JobFolder {
         known.iter().filter(|known| known.best().is_good() && ours(known.best())).map(Known::id).collect()
     }
 
-    /// A name for the next image, with a number higher than all numbers in the folder and in memory, and those of
-    /// [`JobFolder::note_elsewhere`].
+    /// A name for the next image, with a number higher than those of all images in the store and in memory, and those of
+    /// [`JobFolder::note_elsewhere`]. A number that a name in the folder has is not used again, whatever the name is of; but
+    /// what is no image of ours decides no more than that (see [`above`]).
     ///
     /// # Errors
     /// [`Error::Read`], [`Error::NumbersUsedUp`].
     pub fn next_id(&self, now: DateTime<Utc>) -> Result<ImageId> {
-        let names = list(&self.images_dir())?;
-        let seen = names.iter().filter_map(|name| {
-            let id = name.strip_prefix(TEMP_PREFIX).or_else(|| name.strip_prefix(DELETED_PREFIX)).unwrap_or(name);
-            id.parse::<ImageId>().ok()
-        });
-        let staged = self.staged().into_iter().map(|image| image.id);
-        let elsewhere = self.elsewhere.load(Ordering::Relaxed);
-        let last = seen.chain(staged).map(|id| id.sequence()).max().unwrap_or(0).max(elsewhere);
-        let next = last.checked_add(1).ok_or_else(|| Error::NumbersUsedUp(self.name().clone()))?;
+        let dir = self.images_dir();
+        let (mut stored, mut others) = (BTreeSet::new(), BTreeSet::new());
+        for name in list(&dir)? {
+            let leftover = name.strip_prefix(TEMP_PREFIX).or_else(|| name.strip_prefix(DELETED_PREFIX));
+            match (leftover, leftover.unwrap_or(&name).parse::<ImageId>()) {
+                (None, Ok(id)) => drop(stored.insert(id)),
+                (Some(_), Ok(id)) => drop(others.insert(id.sequence())),
+                (_, Err(_)) => {}
+            }
+        }
+        // The highest that is an image of ours; those below it do not matter.
+        let mut highest = None;
+        while let Some(id) = stored.pop_last() {
+            if Image::load(&dir.join(id.to_string()), id, self.trust()).manifest().is_some() {
+                highest = Some(id.sequence());
+                break;
+            }
+            others.insert(id.sequence());
+        }
+        for image in self.staged() {
+            // Others cannot write to memory.
+            match image.place == Place::Staged || image.manifest().is_some() {
+                true => highest = highest.max(Some(image.id.sequence())),
+                false => drop(others.insert(image.id.sequence())),
+            }
+        }
+        let highest = highest.max(Some(self.elsewhere.load(Ordering::Relaxed)).filter(|elsewhere| *elsewhere > 0));
+        let next = above(highest, &others).ok_or_else(|| Error::NumbersUsedUp(self.name().clone()))?;
         Ok(ImageId::new(next, now))
     }
 
@@ -86,6 +107,26 @@ impl JobFolder {
     pub fn note_elsewhere(&self, id: ImageId) {
         self.elsewhere.fetch_max(id.sequence(), Ordering::Relaxed);
     }
+}
+
+/// Numbers that may be missing between an image of ours and one that cannot be read: pruning removes images, and the next
+/// one should be newer than a damaged one, too.
+const GAP: u32 = 64;
+
+/// The number after the `highest` of our images, and the `others`: damaged images, remains, and whatever else has the name
+/// of an image. Anybody who can write to the store can make a folder with the last number that there is, so one of those
+/// counts only if its number may follow the others'. Without any image of ours (the key may have changed) those in the lower
+/// half count.
+fn above(highest: Option<u32>, others: &BTreeSet<u32>) -> Option<u32> {
+    let first = others.iter().copied().filter(|_| highest.is_none());
+    let mut last = first.take_while(|number| *number < u32::MAX / 2).last().or(highest).unwrap_or(0);
+    for number in others.range(last..) {
+        if number - last > GAP {
+            break;
+        }
+        last = *number;
+    }
+    last.checked_add(1)
 }
 
 impl Known {
@@ -158,6 +199,40 @@ mod tests {
             place,
             trust: Default::default(),
         }
+    }
+
+    #[test]
+    fn what_is_no_image_of_ours_does_not_use_up_the_numbers() {
+        let above = |highest, others: &[u32]| super::above(highest, &others.iter().copied().collect());
+        assert_eq!(above(None, &[]), Some(1));
+        assert_eq!(above(Some(7), &[u32::MAX]), Some(8));
+        assert_eq!(above(None, &[u32::MAX]), Some(1));
+        // Damaged images and remains, of which some are gone.
+        assert_eq!(above(Some(7), &[3, 8, 9, 9 + GAP, u32::MAX]), Some(10 + GAP));
+        assert_eq!(above(Some(7), &[8 + GAP]), Some(8));
+        // Nothing is ours.
+        assert_eq!(above(None, &[1000, 2000, u32::MAX]), Some(2001));
+        assert_eq!(above(Some(u32::MAX), &[]), None);
+    }
+
+    #[test]
+    fn a_folder_with_the_last_number_stops_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = crate::Store::open(&dir.path().join("store"), crate::Access::Write).unwrap();
+        let folder = store.create_job(&"train".parse().unwrap()).unwrap();
+        let lock = folder.lock().unwrap();
+        let now = DateTime::UNIX_EPOCH;
+        let first = folder.begin_image(&lock, now).unwrap().publish_loose(crate::tests::manifest());
+        for name in ["", TEMP_PREFIX, DELETED_PREFIX] {
+            let name = format!("{name}{}", ImageId::new(u32::MAX, now));
+            folder.images_dir().join(name).make_dir(0o700).unwrap();
+            assert_eq!((first.id.sequence(), folder.next_id(now).unwrap().sequence()), (1, 2));
+        }
+        // A damaged image keeps its number.
+        folder.images_dir().join(ImageId::new(2, now).to_string()).make_dir(0o700).unwrap();
+        assert_eq!(folder.next_id(now).unwrap().sequence(), 3);
+        let second = folder.begin_image(&lock, now).unwrap().publish_loose(crate::tests::manifest());
+        assert_eq!(second.id.sequence(), 3);
     }
 
     #[test]

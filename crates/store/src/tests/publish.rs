@@ -85,6 +85,8 @@ fn numbers_count_what_is_half_made_and_half_removed() {
     fs::create_dir(home.image_path(".del-000010-20270115T080000Z")).unwrap();
     assert_eq!(home.folder.begin_image(&home.lock, at(0)).unwrap().id().sequence(), 11);
     fs::create_dir(home.image_path("4294967295-20270115T080000Z")).unwrap();
+    assert_eq!(home.folder.begin_image(&home.lock, at(0)).unwrap().id().sequence(), 11, "no image of ours");
+    home.folder.note_elsewhere("4294967295-20270115T080000Z".parse().unwrap());
     let error = home.folder.begin_image(&home.lock, at(0)).unwrap_err();
     assert!(matches!(error, Error::NumbersUsedUp(_)), "{error}");
 }
