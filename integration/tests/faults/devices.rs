@@ -27,7 +27,7 @@ fn named(rig: &Rig, device: &Path, name: &str) -> PathBuf {
 fn a_child_by_fork_that_has_them_is_in_the_image_without_them() {
     let Some((mut rig, devices)) = rig() else { return };
     let seen = rig.path().join("seen");
-    let (control, memory) = (named(&rig, &devices.control, "control"), named(&rig, &devices.memory, "memory"));
+    let (control, memory) = (named(&rig, &devices.control, "control"), named(&rig, &devices.memory, "mapped"));
     let paths = [&control, &memory, &seen].map(|path| path.to_str().unwrap().to_owned());
     rig.job(&["--devices", &paths[0], &paths[1], &paths[2]]);
     let mut supervisor = rig.start();

@@ -126,7 +126,7 @@ fn criu_fails_with(staging: &str, image: &str) {
     // restored.
     let cases: [(String, &[&str]); 7] = [
         ("exit 1".into(), &["dump: ", "without an answer (exit code 1)"]),
-        ("kill -9 $$".into(), &["dump: ", "without an answer (signal SIGKILL)"]),
+        ("kill -9 $$".into(), &["dump: ", "CRIU was killed (signal SIGKILL)"]),
         ("exec sleep 600".into(), &["dump: ", "did not finish within 15s"]),
         (after(&format!("truncate -s 8 {image}/criu/{pages}.img")), &["dump: the image is incomplete or damaged"]),
         (after(&format!("rm {image}/criu/pagemap-*.img")), &["dump: the image is incomplete or damaged"]),
