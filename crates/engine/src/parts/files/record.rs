@@ -310,7 +310,10 @@ pub(crate) fn keep_ours(image: &Beneath, ours: &[PathBuf]) -> io::Result<Vec<Rec
         let part: PartPath = format!("files/{name}").parse().map_err(io::Error::other)?;
         let mut program = std::fs::File::open(path)?;
         let mode = program.metadata()?.mode() & 0o777;
-        io::copy(&mut program, &mut image.join(&part).create_new(0o600)?)?;
+        // A job from another place has the same program at two paths.
+        let mut copy = image.join(&part).change_or_create(0o600)?;
+        copy.set_len(0)?;
+        io::copy(&mut program, &mut copy)?;
         let path = JobPath::new(path.as_path()).map_err(io::Error::other)?;
         Ok(Recreate { path, mode, part })
     };
