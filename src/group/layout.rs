@@ -78,7 +78,7 @@ impl Layout {
 impl Layout {
     /// The names of each member: GROUP-RANK, and the name of its machine.
     ///
-    /// The name of another machine comes from the coordinator. Whoever can write there could call a machine `pypi.org`, and
+    /// The name of another machine comes from the coordinator. Whoever can write there could call a machine `db.example.org`, and
     /// the job would look for that there. So it is only taken if it cannot take the place of another machine: the
     /// scheduler of this machine knows it, /etc/hosts of this machine has that machine's address for it, or it has no dot
     /// and is not in /etc/hosts.
@@ -198,13 +198,13 @@ mod tests {
         assert_ne!(plan.kind, later.kind, "packets of an earlier epoch are kept out");
     }
 
-    /// Whoever can write to the coordinator chooses it: the jobs of the others must not look for `pypi.org` there.
+    /// Whoever can write to the coordinator chooses it: the jobs of the others must not look for `db.example.org` there.
     #[test]
     fn a_member_takes_no_name_from_others() {
         let hosts = "127.0.0.1 localhost\n192.0.2.9 vault vault.example # in use\n10.0.0.1 here.example here\n";
         let layout = layout();
         for taken in [
-            "pypi.org",
+            "db.example.org",
             "a.example",
             "vault",
             "VAULT",
@@ -228,6 +228,6 @@ mod tests {
         let listed = Layout { known: KnownNames { nodes, ..layout.known.clone() }, ..layout.clone() };
         assert_eq!(names_of("a.example", &listed, hosts), ["a.example", "bert-0"]);
         assert_eq!(names_of("vault", &listed, hosts), ["vault", "bert-0"]);
-        assert_eq!(names_of("pypi.org", &listed, hosts), ["bert-0"]);
+        assert_eq!(names_of("db.example.org", &listed, hosts), ["bert-0"]);
     }
 }

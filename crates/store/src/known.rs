@@ -207,7 +207,7 @@ mod tests {
         assert_eq!(above(None, &[]), Some(1));
         assert_eq!(above(Some(7), &[u32::MAX]), Some(8));
         assert_eq!(above(None, &[u32::MAX]), Some(1));
-        // Damaged images and remains, of which some are gone.
+        // Damaged images and remains; some are gone.
         assert_eq!(above(Some(7), &[3, 8, 9, 9 + GAP, u32::MAX]), Some(10 + GAP));
         assert_eq!(above(Some(7), &[8 + GAP]), Some(8));
         // Nothing is ours.

@@ -275,7 +275,7 @@ impl Drop for Cases {
     }
 }
 
-/// The two ways to start, of which one restores.
+/// The two ways to start: one restores, the other does not.
 pub(crate) const RUN: &[&str] = &["run", "--name", "j", "--"];
 pub(crate) const FRESH: &[&str] = &["run", "--fresh", "--name", "j", "--"];
 
