@@ -1,6 +1,7 @@
 //! Machines as network namespaces on a bridge, with one supervisor each, and a real etcd.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -233,8 +234,13 @@ impl Lab {
     pub(crate) fn own_etcds(&self) -> Vec<i32> {
         let pids = fs::read_dir("/proc").unwrap().flatten();
         let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+        // Its working directory is a mount of its folder that has no path.
+        let id = |path: &Path| fs::metadata(path).map(|found| (found.dev(), found.ino())).ok();
+        let jobs =
+            fs::read_dir(self.folder.path()).unwrap().flatten().filter_map(|store| fs::read_dir(store.path()).ok());
+        let folders: Vec<_> = jobs.flatten().flatten().filter_map(|job| id(&job.path().join("etcd"))).collect();
         let is_ours = |pid: &i32| {
-            fs::read_link(format!("/proc/{pid}/cwd")).is_ok_and(|cwd| cwd.starts_with(self.folder.path()))
+            id(Path::new(&format!("/proc/{pid}/cwd"))).is_some_and(|cwd| folders.contains(&cwd))
                 && fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim() == "etcd")
         };
         pids.filter(is_ours).collect()

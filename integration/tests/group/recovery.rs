@@ -108,8 +108,9 @@ fn a_machine_with_an_empty_store_gets_its_part_from_the_replica() {
     lab.set("replica.url", &replica);
     lab.run_all();
     lab.said(0, "was replicated", 2);
-    lab.machines[0].kill();
     // The machine is gone, with its disk and its memory.
+    let memory = lab.memory_of(0);
+    lab.machines[0].lose(&memory);
     std::fs::rename(lab.path("store0"), lab.path("gone")).unwrap();
     lab.run(2, 0, &[]);
     (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
@@ -142,7 +143,8 @@ fn the_replica_has_all_that_is_left_and_its_record_was_removed() {
         let listed = String::from_utf8_lossy(&listed.stdout).into_owned();
         listed.contains("Z") && replicated().iter().all(|id| !listed.contains(id.as_str()))
     });
-    lab.machines[0].kill();
+    let memory = lab.memory_of(0);
+    lab.machines[0].lose(&memory);
     std::fs::rename(lab.path("store0"), lab.path("gone")).unwrap();
     std::fs::rename(&away, &replica).unwrap();
     lab.run(2, 0, &[]);
@@ -165,13 +167,11 @@ fn machines_with_empty_stores_continue_from_the_replica() {
     lab.set("store.keep-last", "1");
     lab.run_all();
     (0..2).for_each(|rank| lab.said(rank, "was replicated", 3));
-    for machine in 0..2 {
-        lab.machines[machine].kill();
-    }
-    // All machines are gone, with their disks.
+    // All machines are gone, with their disks and their memory.
     for rank in 0..2 {
+        let memory = lab.memory_of(rank);
+        lab.machines[rank].lose(&memory);
         std::fs::rename(lab.path(&format!("store{rank}")), lab.path(&format!("gone{rank}"))).unwrap();
-        std::fs::rename(lab.path(&format!("memory{rank}")), lab.path(&format!("gone-memory{rank}"))).unwrap();
     }
     lab.run_all();
     (0..2).for_each(|rank| lab.said(rank, "was fetched from the replica", 1));
