@@ -163,18 +163,18 @@ pub(super) fn check_pack_size(what: What, found: u64) -> Result<(), FormatError>
 
 /// The content of a pack according to its records.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Scan {
+pub struct Scan {
     /// The header of the pack.
-    pub(crate) header: PackHeader,
+    pub header: PackHeader,
     /// The records before the first damaged one. Its `pack_len` is where they end.
-    pub(crate) index: PackIndex,
+    pub index: PackIndex,
     /// The first damage; `None` if the pack ends with its last record.
-    pub(crate) lost: Option<FormatError>,
+    pub lost: Option<FormatError>,
 }
 
 /// Why a pack cannot be scanned.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum ScanError {
+pub enum ScanError {
     /// It cannot be read.
     #[error(transparent)]
     Read(#[from] io::Error),
@@ -188,7 +188,7 @@ pub(crate) enum ScanError {
 ///
 /// # Errors
 /// When it cannot be read, or is not a pack of ours. Damage after the header of the pack is part of the result.
-pub(crate) fn scan(
+pub fn scan(
     pack_len: u64,
     mut read_at: impl FnMut(u64, &mut [u8; HEADER]) -> io::Result<()>,
 ) -> Result<Scan, ScanError> {
