@@ -243,11 +243,14 @@ impl History {
         let since_stuck = matches!(from, StartPoint::Image(id) if images.stuck.contains(&id));
         let early = uptime < policy.min_uptime || since_stuck;
         self.hangs = if since_stuck { self.hangs + 1 } else { 0 };
-        if early {
-            self.in_a_row = self.in_a_row.max(1);
-        } else if newest > before {
-            self.in_a_row = 0;
-        }
+        // A life that took an image came further. If it was short, there is a pause, but the pauses do not grow.
+        let came_further = newest > before && !since_stuck;
+        self.in_a_row = match (early, came_further) {
+            (true, true) => 1,
+            (true, false) => self.in_a_row.max(1),
+            (false, _) if newest > before => 0,
+            (false, _) => self.in_a_row,
+        };
         match from {
             StartPoint::Image(id) if early => {
                 self.suspects.was_restored(id);

@@ -281,6 +281,19 @@ fn a_job_that_makes_progress_is_restarted_at_once() {
 }
 
 #[test]
+fn short_lives_that_each_take_an_image_do_not_wait_longer_each_time() {
+    let (p, now) = (Restart { max_restarts: 100, ..policy() }, Instant::now());
+    let mut history = History::default();
+    for n in 1..10 {
+        let images = Images::good([id(n + 1), id(n)]);
+        let decision = history.after_death(KILLED, StartPoint::Image(id(n)), SOON, &images, &p, now);
+        assert_eq!((from(&decision), wait(&decision)), (StartPoint::Image(id(n + 1)), p.backoff), "life {n}");
+    }
+    let none = history.after_death(KILLED, StartPoint::Image(id(10)), SOON, &Images::good([id(10)]), &p, now);
+    assert_eq!(wait(&none), p.backoff * 2, "a life without one");
+}
+
+#[test]
 fn a_job_that_never_ran_well_waits_from_the_beginning() {
     let (mut history, p, now) = (History::default(), policy(), Instant::now());
     let early = history.after_death(CRASH, StartPoint::Cold, SOON, &Images::default(), &p, now);
