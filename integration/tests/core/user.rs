@@ -299,6 +299,71 @@ fn a_restore_reaches_nothing_through_a_closed_folder() {
     }
 }
 
+/// As above, but the folder is exchanged once rekindle has looked, and the file is replaced while CRIU has it open: then it
+/// has no name any more that could be judged. The exchange is where CRIU begins, so that the race is won each time.
+#[test]
+fn a_file_that_lost_its_name_in_a_restore_is_none_of_the_image() {
+    let Some(lab) = Lab::new() else { return };
+    let (theirs, closed, armed) = (lab.file("theirs"), lab.file("closed"), lab.file("armed"));
+    for (folder, text) in [(theirs.join("here"), "16 bytes of data"), (closed.join("here"), "16 bytes, hidden")] {
+        fs::create_dir_all(&folder).unwrap();
+        fs::write(folder.join("data"), text).unwrap();
+        fs::set_permissions(folder.join("data"), fs::Permissions::from_mode(0o644)).unwrap();
+        fs::set_permissions(&folder, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    fs::set_permissions(&closed, fs::Permissions::from_mode(0o700)).unwrap();
+    let nobody = nix::unistd::User::from_name("nobody").unwrap().unwrap();
+    for path in [&theirs, &theirs.join("here"), &theirs.join("here/data")] {
+        nix::unistd::chown(path, Some(nobody.uid), Some(nobody.gid)).unwrap();
+    }
+    let racing = lab.script(
+        "racing-criu",
+        &format!(
+            "case \"$*\" in *swrk*) if [ -e {armed} ] && [ ! -L {here} ]; then mv {here} {here}.old; ln -s {closed}/here {here}; fi;; esac\nexec {criu} \"$@\"",
+            armed = armed.display(),
+            here = theirs.join("here").display(),
+            closed = closed.display(),
+            criu = crate::supervisor::criu().display(),
+        ),
+    );
+    let lab = lab.set("job.user", "\"nobody\"").set("restart.cold-start", "\"never\"");
+    let lab = lab.set("criu.path", &format!("{racing:?}"));
+    // With many threads it takes a while from the moment that the file is open to the one that the job would run.
+    let program = "import os, threading as t, time\n\
+        [t.Thread(target=time.sleep, args=[999], daemon=True).start() for _ in range(300)]\n\
+        print('ready', flush=True)\n\
+        while True: print(os.pread(3, 16, 0), flush=True); time.sleep(0.02)";
+    let text = format!("exec 3<{}\nexec python3 -c \"{program}\"", theirs.join("here/data").display());
+    let script = lab.script("job", &text);
+    let mut run = lab.run([script.as_os_str()]);
+    run.wait_printed("16 bytes of data");
+    run.job_pid(&lab);
+    run.snapshot(&lab);
+    lab.kill_9(run);
+    fs::write(&armed, "").unwrap();
+    let secret = closed.join("here/data");
+    let owner = std::thread::spawn({
+        let (secret, folder) = (secret.clone(), closed.join("here"));
+        move || {
+            let open = |secret: &Path| walk_descriptors().iter().any(|target| target == secret);
+            assert!(crate::supervisor::comes(crate::supervisor::LIMIT, || open(&secret)), "CRIU never opened it");
+            fs::write(folder.join("new"), "16 bytes of more").unwrap();
+            fs::rename(folder.join("new"), secret).unwrap();
+        }
+    });
+    let (_, said) = lab.run([script.as_os_str()]).ends_with(125);
+    owner.join().unwrap();
+    assert!(!said.contains("hidden") && !said.contains("the job was restored"), "{said}");
+    lab.assert_all_gone();
+}
+
+/// What all processes have open.
+fn walk_descriptors() -> Vec<std::path::PathBuf> {
+    let processes = fs::read_dir("/proc").unwrap().flatten();
+    let descriptors = processes.filter_map(|process| fs::read_dir(process.path().join("fd")).ok()).flatten().flatten();
+    descriptors.filter_map(|descriptor| fs::read_link(descriptor.path()).ok()).collect()
+}
+
 /// Somebody else may close a folder for a moment. That says nothing about the images.
 #[test]
 fn images_stay_good_while_a_folder_is_closed_to_the_user() {
