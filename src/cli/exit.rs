@@ -131,6 +131,7 @@ pub(crate) fn of_error(error: &anyhow::Error, is_store_typed: bool) -> Exit {
             || cause.is::<super::trust::KeyLeftOut>()
             || cause.is::<super::replica::Refused>()
             || cause.is::<super::run::DeadlineTooEarly>()
+            || cause.is::<super::run::Obstructed>()
             || cause.is::<crate::group::NoOwnAddress>()
             || matches!(cause.downcast_ref(), Some(launch::group::Error::Underlay(_)))
         {

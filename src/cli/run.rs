@@ -40,7 +40,7 @@ use rekindle_os::detach::Side;
 use rekindle_os::spawn::Ended;
 use rekindle_store::manifest::words;
 use rekindle_store::{Image, JobFolder, JobName, JobPath, Outcome, State, WriterLock};
-pub(crate) use start::NoUsableImage;
+pub(crate) use start::{NoUsableImage, Obstructed};
 use start::{Start, choose, default_name, nothing_to_do};
 
 /// What to run.

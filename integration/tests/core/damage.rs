@@ -234,6 +234,8 @@ fn a_restart_passes_over_what_only_the_newest_has_lost() {
         harm(&file, how);
         let mut run = ground.again();
         run.wait_said("the job was restored from image 000001");
+        let is_told = run.err().contains("is newer, but") && run.err().contains("continues from image 000001");
+        assert_eq!(is_told, what.contains("manifest.json"), "{what}: {}", run.err());
         ground.lab.kill_9(run);
         assert_marked(&ground.lab.images()[0], &what);
         assert_eq!(ground.lab.good(), [1], "{what}");
@@ -244,6 +246,35 @@ fn a_restart_passes_over_what_only_the_newest_has_lost() {
     // Its log was put back to image 1 meanwhile, so there is nothing to count.
     fs::write(ground.lab.file("finish"), "").unwrap();
     run.ends_with(0);
+}
+
+/// An older image would lose what the newest has, though nothing may be wrong with that.
+#[test]
+fn what_is_in_the_place_of_the_newest_image_stops_a_restart() {
+    let Some(ground) = Ground::new() else { return };
+    type Put = fn(&Path, &Path);
+    let folder = ground.newest.dir.path().to_owned();
+    let put: [(&Path, Put); 4] = [
+        (&folder, |place, away| std::os::unix::fs::symlink(away, place).unwrap()),
+        (&folder, |place, _| nix::unistd::mkfifo(place, nix::sys::stat::Mode::S_IRWXU).unwrap()),
+        (&folder, |place, _| fs::write(place, "").unwrap()),
+        (&folder.join("manifest.json"), |place, away| std::os::unix::fs::symlink(away, place).unwrap()),
+    ];
+    for (place, put) in put {
+        let away = ground.lab.file("away");
+        fs::rename(place, &away).unwrap();
+        put(place, &away);
+        let (_, said) = ground.again().ends_with(78);
+        let words = [place.to_str().unwrap(), "and should be a", "rekindle restore j/ID", "remove it"];
+        assert!(words.iter().all(|word| said.contains(word)), "{said}");
+        assert!(!said.contains("the job was restored"), "{said}");
+        fs::remove_file(place).unwrap();
+        fs::rename(&away, place).unwrap();
+        assert_eq!(ground.lab.good(), [2, 1], "{said}");
+    }
+    let mut run = ground.again();
+    run.wait_said("the job was restored from image 000002");
+    ground.lab.kill_9(run);
 }
 
 #[test]

@@ -12,7 +12,7 @@ use crate::supervisor::state::NO_USABLE_IMAGE;
 use rekindle_base::units::moment;
 use rekindle_store::manifest::words;
 use rekindle_store::record::new_lineage;
-use rekindle_store::{Image, ImageId, JobFolder, JobName, JobRecord, Known, Manifest, Outcome};
+use rekindle_store::{DamageKind, Image, ImageId, JobFolder, JobName, JobRecord, Known, Manifest, Outcome, State};
 
 /// There are images to continue from, and none can be used.
 #[derive(Debug, thiserror::Error)]
@@ -24,6 +24,19 @@ use rekindle_store::{Image, ImageId, JobFolder, JobName, JobRecord, Known, Manif
 pub(crate) struct NoUsableImage {
     pub(super) job: JobName,
     pub(super) why: String,
+}
+
+/// Something else is in place of an image that may be the newest. To go on from an older one would lose work that a moment's
+/// look gives back.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "image {id} of job {job} is newer than what the job could continue from, and {detail}. `rekindle list {job}` shows the \
+    other images; `rekindle restore {job}/ID` continues from one of them. Check who can write to the store"
+)]
+pub(crate) struct Obstructed {
+    job: JobName,
+    id: ImageId,
+    detail: String,
 }
 
 /// What a run begins with.
@@ -71,7 +84,9 @@ pub(super) fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold
             image.clear_bad()?;
         }
     }
-    let from = match line.begin(images.iter().map(Candidate::of), cold) {
+    let begin = line.begin(images.iter().map(Candidate::of), cold);
+    look_for_newer(folder, &images, &begin)?;
+    let from = match begin {
         Begin::With(from) => from,
         Begin::OverImages => {
             tracing::warn!(
@@ -86,6 +101,25 @@ pub(super) fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold
         }
     };
     Ok(Start { from, lineage: record.lineage, base: record.base, named: false })
+}
+
+/// Looks for images that are newer than the one to begin with, and that cannot be used because of what is in their folders. What
+/// is marked as bad was told when it was marked.
+fn look_for_newer(folder: &JobFolder, images: &[Image], begin: &Begin) -> Result<(), Obstructed> {
+    let from = match begin {
+        Begin::With(StartPoint::Image(id)) => Some(*id),
+        _ => None,
+    };
+    for image in images.iter().filter(|image| Some(image.id) > from) {
+        let State::Damaged { why } = &image.state else { continue };
+        if why.kind == DamageKind::Unexpected {
+            return Err(Obstructed { job: folder.name().clone(), id: image.id, detail: why.detail.clone() });
+        }
+        if let Some(from) = from {
+            tracing::warn!("image {} is newer, but {why}. The job continues from image {from}", image.id);
+        }
+    }
+    Ok(())
 }
 
 /// The image that `restore JOB` means: the newest good one that the same `run` would continue from. `newest` is the
