@@ -41,9 +41,8 @@ pub(super) enum Said {
 /// How long after a death its peers may have faults of it: a context switch that never ends takes seconds to be
 /// noticed.
 const AFTERMATH: Duration = Duration::from_secs(30);
-/// A kernel waits for memory of a rank that is dead (Xid 109): no program causes it by itself. So the death was first,
-/// even if this was told earlier: a death is known once all threads of the process have ended and we have read of it.
-const SWITCH_TIMEOUT: u32 = 109;
+/// A kernel waits for memory of a rank that is dead (Xid 109). Then the death was first, even if this was told earlier: a
+/// death is known once all threads of the process have ended and we have read of it.
 const NOTICED_LATE: Duration = Duration::from_secs(2);
 /// So many deaths are remembered.
 const DEATHS: usize = 8;
@@ -77,7 +76,7 @@ impl Gpus {
         }
         // A process of this life does not suffer from what was before it.
         let skipped = if fault.whose == Whose::Job { self.earlier } else { 0 };
-        let noticed = if fault.xid == SWITCH_TIMEOUT { NOTICED_LATE } else { Duration::ZERO };
+        let noticed = if fault.xid == xid::SWITCH_TIMEOUT { NOTICED_LATE } else { Duration::ZERO };
         let mut before =
             self.deaths.iter().skip(skipped).filter(|(at, _)| *at <= fault.at + noticed && fault.at <= *at + AFTERMATH);
         match before.next() {

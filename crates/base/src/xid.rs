@@ -47,6 +47,10 @@ impl fmt::Display for Remedy {
 /// (two H200, driver 580).
 const OF_PROGRAMS: [u32; 8] = [13, 31, 43, 45, 68, 69, 109, 137];
 
+/// A kernel did not let another program have the GPU in time. After a checkpoint and a restore the driver does not interrupt a
+/// process's kernels any more (580, measured).
+pub const SWITCH_TIMEOUT: u32 = 109;
+
 /// Whether the end of a program explains this fault.
 #[must_use]
 pub fn may_follow_a_death(xid: u32) -> bool {
@@ -157,7 +161,15 @@ pub fn meaning(xid: u32) -> (&'static str, Remedy) {
 #[must_use]
 pub fn in_words(xid: u32) -> String {
     let (name, remedy) = meaning(xid);
-    format!("Xid {xid}: {name}; NVIDIA advises: {remedy}")
+    // The GPU is well then. Whether another program uses it is not known here.
+    let may_be_ours = match xid {
+        SWITCH_TIMEOUT => {
+            " (if another program uses this GPU too, a snapshot is the likely cause and the GPU is well: docs/gpus.md, \
+            \"A GPU that other programs use too\")"
+        }
+        _ => "",
+    };
+    format!("Xid {xid}: {name}{may_be_ours}; NVIDIA advises: {remedy}")
 }
 
 #[cfg(test)]
@@ -174,5 +186,7 @@ mod tests {
         assert!(meaning(48).1.needs_drain() && meaning(79).1.needs_drain() && !meaning(31).1.needs_drain());
         let words = in_words(79);
         assert!(words.starts_with("Xid 79: the GPU has fallen off the bus; NVIDIA advises: stop"), "{words}");
+        let words = in_words(SWITCH_TIMEOUT);
+        assert!(words.starts_with("Xid 109: a context switch timed out (if another program"), "{words}");
     }
 }
