@@ -248,8 +248,8 @@ impl History {
         self.in_a_row = match (early, came_further) {
             (true, true) => 1,
             (true, false) => self.in_a_row.max(1),
-            (false, _) if newest > before => 0,
-            (false, _) => self.in_a_row,
+            (false, true) => 0,
+            (false, false) => self.in_a_row,
         };
         match from {
             StartPoint::Image(id) if early => {

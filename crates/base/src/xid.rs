@@ -161,10 +161,10 @@ pub fn meaning(xid: u32) -> (&'static str, Remedy) {
 #[must_use]
 pub fn in_words(xid: u32) -> String {
     let (name, remedy) = meaning(xid);
-    // The GPU is well then. Whether another program uses it is not known here.
+    // Whether another program uses the GPU is not known here.
     let may_be_ours = match xid {
         SWITCH_TIMEOUT => {
-            " (if another program uses this GPU too, a snapshot is the likely cause and the GPU is well: docs/gpus.md, \
+            " (if another program uses this GPU too, a snapshot may be the cause, and not the GPU: docs/gpus.md, \
             \"A GPU that other programs use too\")"
         }
         _ => "",
