@@ -257,6 +257,25 @@ impl Drop for Thief {
     }
 }
 
+/// A folder of nobody's and one that is closed to nobody. In each is `here/data`, which all may read, of one size and one
+/// mode: that is what CRIU compares.
+fn open_and_closed(lab: &Lab) -> (std::path::PathBuf, std::path::PathBuf) {
+    let (theirs, closed) = (lab.file("theirs"), lab.file("closed"));
+    for (folder, text) in [(theirs.join("here"), "16 bytes of data"), (closed.join("here"), "16 bytes, hidden")] {
+        fs::create_dir_all(&folder).unwrap();
+        fs::write(folder.join("data"), text).unwrap();
+        fs::set_permissions(folder.join("data"), fs::Permissions::from_mode(0o644)).unwrap();
+        fs::set_permissions(&folder, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    fs::set_permissions(&closed, fs::Permissions::from_mode(0o700)).unwrap();
+    fs::set_permissions(&theirs, fs::Permissions::from_mode(0o755)).unwrap();
+    let nobody = nix::unistd::User::from_name("nobody").unwrap().unwrap();
+    for path in [&theirs, &theirs.join("here"), &theirs.join("here/data")] {
+        nix::unistd::chown(path, Some(nobody.uid), Some(nobody.gid)).unwrap();
+    }
+    (theirs, closed)
+}
+
 /// CRIU follows links on the way to a file. What is on the way must let the user through, whatever the file's own mode
 /// is.
 #[test]
@@ -264,20 +283,7 @@ fn a_restore_reaches_nothing_through_a_closed_folder() {
     for begin in ["cd here", "exec 3<here/data"] {
         let Some(lab) = Lab::new() else { return };
         let lab = lab.set("job.user", "\"nobody\"").set("restart.cold-start", "\"never\"");
-        let (theirs, closed) = (lab.file("theirs"), lab.file("closed"));
-        for (folder, text) in [(theirs.join("here"), "16 bytes of data"), (closed.join("here"), "16 bytes, hidden")] {
-            fs::create_dir_all(&folder).unwrap();
-            // Of one size and one mode, which is what CRIU compares.
-            fs::write(folder.join("data"), text).unwrap();
-            fs::set_permissions(folder.join("data"), fs::Permissions::from_mode(0o644)).unwrap();
-            fs::set_permissions(&folder, fs::Permissions::from_mode(0o755)).unwrap();
-        }
-        fs::set_permissions(&closed, fs::Permissions::from_mode(0o700)).unwrap();
-        fs::set_permissions(&theirs, fs::Permissions::from_mode(0o755)).unwrap();
-        let nobody = nix::unistd::User::from_name("nobody").unwrap().unwrap();
-        for path in [&theirs, &theirs.join("here"), &theirs.join("here/data")] {
-            nix::unistd::chown(path, Some(nobody.uid), Some(nobody.gid)).unwrap();
-        }
+        let (theirs, closed) = open_and_closed(&lab);
         let threads =
             "import threading as t, time; [t.Thread(target=time.sleep, args=[999]).start() for _ in range(300)]";
         let text =
@@ -304,18 +310,7 @@ fn a_restore_reaches_nothing_through_a_closed_folder() {
 #[test]
 fn a_file_that_lost_its_name_in_a_restore_is_none_of_the_image() {
     let Some(lab) = Lab::new() else { return };
-    let (theirs, closed, armed) = (lab.file("theirs"), lab.file("closed"), lab.file("armed"));
-    for (folder, text) in [(theirs.join("here"), "16 bytes of data"), (closed.join("here"), "16 bytes, hidden")] {
-        fs::create_dir_all(&folder).unwrap();
-        fs::write(folder.join("data"), text).unwrap();
-        fs::set_permissions(folder.join("data"), fs::Permissions::from_mode(0o644)).unwrap();
-        fs::set_permissions(&folder, fs::Permissions::from_mode(0o755)).unwrap();
-    }
-    fs::set_permissions(&closed, fs::Permissions::from_mode(0o700)).unwrap();
-    let nobody = nix::unistd::User::from_name("nobody").unwrap().unwrap();
-    for path in [&theirs, &theirs.join("here"), &theirs.join("here/data")] {
-        nix::unistd::chown(path, Some(nobody.uid), Some(nobody.gid)).unwrap();
-    }
+    let ((theirs, closed), armed) = (open_and_closed(&lab), lab.file("armed"));
     let racing = lab.script(
         "racing-criu",
         &format!(
