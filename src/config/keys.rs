@@ -176,6 +176,7 @@ pub(super) const KEYS: &[Key] = &[
     key("restart.never-retry-exit-codes", Shape::Codes, CODES),
     key("restart.cold-start", Shape::Text, "\"no-images\", \"allow\" or \"never\""),
     key("restart.changed-files", Shape::Text, "\"refuse\" or \"warn\""),
+    key("restart.compare", Shape::Text, "\"on\", \"required\" or \"tell\""),
     key("restart.on-process-death", Shape::Text, "\"cuda\", \"any\" or \"root\""),
     key("restart.restore-timeout", Shape::Text, DURATION),
     key("watch.no-output-for", Shape::Text, PATIENCE),

@@ -19,7 +19,7 @@ use super::storage::{Repack, SizeLimit, Threads, VerifyRate};
 use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, Umask, duration};
 use super::watch::{Patience, Rule, Watch};
 use rekindle_base::Percentage;
-use rekindle_engine::restore::ChangedFiles;
+use rekindle_engine::restore::{ChangedFiles, Compare};
 use rekindle_engine::snapshot::TcpChoice;
 use rekindle_os::parallel;
 use rekindle_replica::ReplicaUrl;
@@ -348,6 +348,8 @@ pub(crate) struct Restart {
     pub(crate) cold_start: ColdStart,
     /// What to do if a file changed since the snapshot and its content is not in the image.
     pub(crate) changed_files: ChangedFiles,
+    /// What a difference between a restored job and its image means.
+    pub(crate) compare: Compare,
     /// Which processes take the job back when they die.
     pub(crate) on_process_death: OnProcessDeath,
     /// Time limit for a restore; CRIU hangs for ever on some broken images.
@@ -527,6 +529,7 @@ impl Default for Restart {
             never_retry_exit_codes: vec![2, 126, 127],
             cold_start: ColdStart::default(),
             changed_files: ChangedFiles::default(),
+            compare: Compare::default(),
             on_process_death: OnProcessDeath::default(),
             restore_timeout: seconds(600),
         }

@@ -151,6 +151,7 @@ retry-exit-codes = [1, 255]
 never-retry-exit-codes = []
 cold-start = "never"
 changed-files = "warn"
+compare = "required"
 restore-timeout = "30days"
 [watch]
 no-output-for = "15m"

@@ -417,6 +417,7 @@ fn restore_job(
         timeout: setup.config.restart.restore_timeout,
         network,
         changed_files: setup.config.restart.changed_files,
+        compare: setup.config.restart.compare,
         wishes,
         prepare: restore::Prepare(&|world| reach_socket(setup, world)),
         unpacking: restore::Unpacking {

@@ -114,6 +114,8 @@ pub struct DumpOptions<'a> {
 pub enum Notify {
     /// Before the tasks are stopped.
     PreDump,
+    /// The tasks are frozen, and nothing of them was read.
+    Frozen,
     /// All images are written; the tasks are frozen.
     PostDump,
     /// The tasks exist, and none runs yet; with the root's pid in its namespace.
@@ -524,6 +526,7 @@ impl<'a> Run<'a> {
             }
             let moment = match (notify.script.as_deref(), notify.pid) {
                 (Some("pre-dump"), _) => Some(Notify::PreDump),
+                (Some("query-ext-files"), _) if kind == Kind::Dump => Some(Notify::Frozen),
                 (Some("post-dump"), _) => Some(Notify::PostDump),
                 (Some("post-restore"), Some(pid)) => Some(Notify::PostRestore(pid)),
                 (Some("pre-resume"), _) => Some(Notify::PreResume),

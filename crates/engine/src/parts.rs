@@ -13,6 +13,7 @@
 //! | `events` | nothing: the snapshot waits until events of inotify and fanotify are read | watches by CRIU |
 //! | `locks` | file locks, by CRIU | those that CRIU loses |
 //! | `listeners` | UNIX sockets, by CRIU | the user whom their clients see |
+//! | `objects` | a record of what the kernel has of each task | compared before the job runs; set again where the kernel lets us |
 //! | `access` | rights and open files of each process | compared before the job runs |
 
 pub(crate) mod access;
@@ -27,4 +28,5 @@ pub(crate) mod kept;
 pub(crate) mod landing;
 pub(crate) mod listeners;
 pub(crate) mod locks;
+pub(crate) mod objects;
 pub(crate) mod tcp;

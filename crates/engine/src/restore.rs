@@ -41,6 +41,8 @@ pub(crate) use crate::parts::files::rollback::FileRollback;
 pub use crate::parts::files::rollback::RollbackError;
 pub(crate) use crate::parts::landing::put_back::Error as LandingError;
 pub(crate) use crate::parts::locks::Error as LockError;
+pub use crate::parts::objects::Compare;
+pub(crate) use crate::parts::objects::Error as CompareError;
 pub use error::{Blame, Error};
 pub use user::{OtherUser, check_user};
 
@@ -67,6 +69,8 @@ pub struct Request<'a> {
     pub network: Network<'a>,
     /// What to do if a file changed whose content is not in the image.
     pub changed_files: ChangedFiles,
+    /// What a difference between the restored tasks and the image's record means.
+    pub compare: Compare,
     /// The GPUs that the user asked for, if any.
     pub wishes: &'a Wishes,
     /// Creates what must exist before CRIU connects to it.

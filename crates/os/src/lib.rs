@@ -3,6 +3,7 @@
 //! A file that needs `unsafe` says so at its top, and each block says why it is sound.
 
 pub mod affinity;
+pub mod attributes;
 pub mod beneath;
 pub mod blocks;
 pub mod cgroup;
@@ -28,8 +29,10 @@ pub mod process;
 pub mod ptrace;
 pub mod regular;
 pub mod rights;
+pub mod same;
 pub mod shielded;
 pub mod sock_diag;
+pub mod sockopt;
 pub mod sparse;
 pub mod spawn;
 pub mod stopped;

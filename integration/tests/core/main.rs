@@ -12,6 +12,7 @@ mod supervisor;
 
 mod clean;
 mod commands;
+mod comparison;
 mod compat;
 mod completions;
 mod configured;

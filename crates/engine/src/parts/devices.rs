@@ -62,6 +62,23 @@ pub struct Devices {
     list: String,
 }
 
+/// What was left out of an image.
+#[derive(Debug)]
+pub(crate) struct Settled {
+    /// Notes for the user.
+    pub(crate) notes: Vec<String>,
+    pub(crate) left_out: LeftOut,
+}
+
+/// Devices that are not in an image, with pids as the job sees them.
+#[derive(Debug, Default)]
+pub(crate) struct LeftOut {
+    /// Descriptors: /dev/null takes their place.
+    pub(crate) descriptors: Vec<(i32, i32)>,
+    /// Processes with mappings of devices: zeros take their place.
+    pub(crate) memory: Vec<i32>,
+}
+
 impl Devices {
     /// The devices of this machine, if it has any.
     pub fn find() -> Option<Devices> {
@@ -79,10 +96,15 @@ impl Devices {
     /// Removes the devices from the image in `criu_dir`, while all tasks are frozen. `root` is the root of the tree and
     /// `cuda` are the CUDA processes in it, as we see them. Returns notes for the user; or an error if the job could
     /// not run without the devices.
-    pub(crate) fn settle(&self, criu_dir: &Beneath, root: i32, cuda: &[i32]) -> Result<Vec<String>, Unsettled> {
+    pub(crate) fn settle(&self, criu_dir: &Beneath, root: i32, cuda: &[i32]) -> Result<Settled, Unsettled> {
         let replaced = image::without_devices(criu_dir).map_err(|e| Unsettled::Refused(rekindle_base::chain(&e)))?;
+        let mut left_out = LeftOut::default();
+        for Replaced { pid, descriptors, mappings, .. } in &replaced {
+            left_out.descriptors.extend(descriptors.iter().map(|number| (*pid, *number)));
+            left_out.memory.extend((*mappings > 0).then_some(*pid));
+        }
         if replaced.is_empty() {
-            return Ok(Vec::new());
+            return Ok(Settled { notes: Vec::new(), left_out });
         }
         let tree: Vec<(i32, i32)> =
             process::tree(root).into_iter().filter_map(|pid| Some((process::inner_pid(pid)?, pid))).collect();
@@ -128,7 +150,7 @@ impl Devices {
             note(&asking, "NVML is used without CUDA by", asks),
             note(&idle, "OpenCL is initialised and not used in", "OpenCL calls fail after a restore"),
         ];
-        Ok(notes.into_iter().flatten().collect())
+        Ok(Settled { notes: notes.into_iter().flatten().collect(), left_out })
     }
 
     fn is_memory(&self, pid: i32, fd: i32) -> bool {

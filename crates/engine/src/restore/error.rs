@@ -91,6 +91,9 @@ pub enum Error {
     /// A process could not take a lock on a file again.
     #[error(transparent)]
     Lock(#[from] super::LockError),
+    /// The restored tasks are not what they were, or it is not known what they were.
+    #[error(transparent)]
+    Compared(#[from] super::CompareError),
     /// Device memory could not be put where the driver looks for it.
     #[error(transparent)]
     Landing(#[from] super::LandingError),
@@ -208,6 +211,10 @@ impl Error {
                 Fault::Configuration => Blame::Configuration,
                 Fault::Ours => Blame::Machine,
             },
+            Error::Compared(super::CompareError::NoRecord { .. }) => Blame::Configuration,
+            // The same comes of each attempt with this kernel and this CRIU, which may be to blame; an older image may be
+            // right.
+            Error::Compared(_) => Blame::Unknown,
             // Steps of ours during the restore failed, such as finding the tree or receiving its memory.
             Error::Criu(criu::RunError::Hook { .. }) => Blame::Machine,
             Error::Unread { .. } => Blame::Unread,

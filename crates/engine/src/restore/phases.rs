@@ -17,6 +17,7 @@ use crate::parts::files::put_back as files;
 use crate::parts::gpu::placement::Relocation;
 use crate::parts::gpu::put_back as gpu;
 use crate::parts::kept::put_back::Ahead;
+use crate::parts::objects::Recorded;
 use crate::parts::{access, affinity, groups, listeners, locks, tcp};
 use crate::snapshot::CRIU_DIR;
 use crate::snapshot::opened::opened;
@@ -24,6 +25,7 @@ use crate::steps::{self, Failed, Step, Timer};
 use rekindle_base::chain;
 use rekindle_criu::image::LostLocks;
 use rekindle_criu::{self as criu, Hooks, Notify, Place, Plugin, RestoreOptions};
+use rekindle_objects::Rights;
 use rekindle_os::beneath::Beneath;
 use rekindle_os::clock::since_boot;
 use rekindle_os::exits::Watched;
@@ -349,7 +351,8 @@ pub(super) fn run_criu(
     let securebits = criu::image::securebits(&images).map_err(criu::RunError::Image)?;
     access::check_securebits(&securebits, request.identity)
         .map_err(|why| Error::Refused { id: request.image.id, why })?;
-    let (mut refused, mut rehearsed, mut open) = (None, false, Vec::new());
+    let recorded = Recorded::of(&request.image.dir, request.compare)?;
+    let (mut refused, mut differs, mut rehearsed, mut open) = (None, None, false, Vec::new());
     let mut before_it_runs = |moment| {
         // At the first moment all processes exist and still have our rights, so the user cannot reach them or what they
         // have (CRIU changes the rights after this, `CR_STATE_RESTORE_CREDS`).
@@ -374,6 +377,12 @@ pub(super) fn run_criu(
         }
         if first {
             return Ok(());
+        }
+        let rights = if request.identity.is_some() { Rights::Users } else { Rights::Ours };
+        if let Err(error) = recorded.check(root, manifest, &request.criu.version.to_string(), rights) {
+            let why = error.to_string();
+            differs = Some(error);
+            return Err(why);
         }
         listeners::own(root, &unix_listeners, request.identity);
         locks::hold(root, lost_locks);
@@ -405,11 +414,12 @@ pub(super) fn run_criu(
     let restored = criu::restore(&place, options, &mut hooks);
     // CRIU removes them when it could use them; after a failure they would remain beside the user's files.
     files::drop_links(manifest, request.identity);
-    match (restored, refused) {
-        (Ok(restored), _) => Ok(Some((restored.root, open))),
-        (Err(_), None) if rehearsed => Ok(None),
-        (Err(_), Some(why)) => Err(Error::Refused { id: request.image.id, why }),
-        (Err(error), None) => Err(error.into()),
+    match (restored, refused, differs) {
+        (Ok(restored), _, _) => Ok(Some((restored.root, open))),
+        (Err(_), None, None) if rehearsed => Ok(None),
+        (Err(_), Some(why), _) => Err(Error::Refused { id: request.image.id, why }),
+        (Err(_), None, Some(why)) => Err(why.into()),
+        (Err(error), None, None) => Err(error.into()),
     }
 }
 

@@ -185,6 +185,7 @@ mod tests {
             timeout: std::time::Duration::from_secs(5),
             network: Network::Host,
             changed_files: ChangedFiles::Warn,
+            compare: crate::parts::objects::Compare::default(),
             wishes: &Wishes::default(),
             prepare: Prepare(&|_| ()),
             unpacking: Unpacking {

@@ -23,8 +23,8 @@ use nix::mount::{MsFlags, mount};
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 
-use super::ChangedFiles;
 use super::phases::{Until, run_criu};
+use super::{ChangedFiles, Compare};
 use super::{Cuda, Error, Own, Prepare, Request, Unpacking, landing};
 use crate::launch::Privileges;
 use crate::launch::identity::Identity;
@@ -311,6 +311,7 @@ fn restore(
         network: Network::Private,
         // The job has continued since the snapshot.
         changed_files: ChangedFiles::Warn,
+        compare: Compare::default(),
         wishes: &wishes,
         prepare: Prepare(&|_| ()),
         unpacking: Unpacking {

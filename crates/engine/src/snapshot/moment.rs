@@ -12,15 +12,16 @@ use super::pages::{Drained, Receivers};
 use super::preflight::{self, Refusal};
 use super::seen::{Gpus, Seen};
 use super::{Dead, Env, Error, Events};
-use crate::parts::devices::{Devices, Unsettled};
+use crate::parts::devices::{Devices, LeftOut, Unsettled};
 use crate::parts::events::Unread;
 use crate::parts::files::capture::Captured;
 use crate::parts::files::record;
 use crate::parts::gpu::capture as gpu;
 use crate::parts::tcp::waiting::{self, Unaccepted};
-use crate::parts::{access, affinity, fds::InFlight, groups, tcp};
+use crate::parts::{access, affinity, fds::InFlight, groups, objects, tcp};
 use rekindle_base::chain;
 use rekindle_criu as criu;
+use rekindle_objects::Raw;
 use rekindle_os::beneath::Beneath;
 use rekindle_os::exits::Watched;
 use rekindle_os::{process, ptrace, ulp};
@@ -40,6 +41,8 @@ pub(super) struct Moment {
     pub(super) bindings: Vec<Binding>,
     /// The processes that somebody else had stopped, as they see themselves.
     pub(super) stopped: Vec<i32>,
+    /// What the kernel had of the tasks.
+    pub(super) objects: Option<(Raw, LeftOut)>,
     /// What could not be done, in words; none of it makes the image unusable.
     pub(super) notes: Vec<String>,
     /// The processes below the root. One that dies once they run is in the image, and its death must be noticed.
@@ -85,6 +88,8 @@ pub(super) struct Still<'a, 'w> {
     pub(super) drained: Option<Drained>,
     pub(super) wrong: Option<Wrong>,
     pub(super) moment: Option<Moment>,
+    /// What the kernel has of the tasks.
+    pub(super) objects: Option<Raw>,
     /// Names that were given to deleted files; they are on disk even if a later step fails.
     pub(super) saved_links: &'w mut Vec<SavedLink>,
 }
@@ -93,6 +98,11 @@ impl Still<'_, '_> {
     /// Before CRIU stops the tasks: what it would do harm to.
     pub(super) fn check_again(&mut self) -> Result<(), String> {
         preflight::check_stop(&process::tree(self.env.root())).map_err(|refusal| self.refuse(refusal))
+    }
+
+    /// Before CRIU changes or reads anything: what is in the image is what the tasks have now, or came since.
+    pub(super) fn read_objects(&mut self) {
+        self.objects = Some(objects::read(self.env.root()));
     }
 
     fn refuse(&mut self, refusal: Refusal) -> String {
@@ -126,7 +136,7 @@ impl Still<'_, '_> {
         captured
             .add_attributes(&mut folders, &mut fifos, self.env.view())
             .map_err(|error| format!("cannot read the attributes of the job's folders: {error}"))?;
-        self.correct_image(&tree, &mut notes)?;
+        let left_out = self.correct_image(&tree, &mut notes)?;
         let output = self.env.subject.output;
         match record::append_again(&open_files, &tree, output) {
             Ok(()) => {
@@ -151,6 +161,7 @@ impl Still<'_, '_> {
             control_groups: groups.groups,
             bindings: affinity::capture(&tree),
             stopped,
+            objects: self.objects.take().map(|had| (had, left_out)),
             notes,
             open: Watched::of(&tree, self.env.root()),
         });
@@ -277,7 +288,9 @@ impl Still<'_, '_> {
         Ok(folders)
     }
 
-    fn correct_image(&mut self, tree: &[i32], notes: &mut Vec<String>) -> Result<(), String> {
+    /// Returns which devices are not in it.
+    fn correct_image(&mut self, tree: &[i32], notes: &mut Vec<String>) -> Result<LeftOut, String> {
+        let mut left_out = LeftOut::default();
         record::name_apart(self.dir, self.saved_links).map_err(|e| e.to_string())?;
         criu::image::adopt_daemons(self.dir).map_err(|e| e.to_string())?;
         let restarted = criu::image::restart_timers(self.dir).map_err(|e| chain(&e))?;
@@ -304,7 +317,10 @@ impl Still<'_, '_> {
         }
         if let Some(devices) = self.devices {
             match devices.settle(self.dir, self.env.root(), &self.gpus.group.outer_pids()) {
-                Ok(more) => notes.extend(more),
+                Ok(settled) => {
+                    notes.extend(settled.notes);
+                    left_out = settled.left_out;
+                }
                 Err(Unsettled::Refused(why)) => return Err(why),
                 Err(Unsettled::Starting(why)) => {
                     self.wrong = Some(Wrong::Starting(why.clone()));
@@ -312,6 +328,6 @@ impl Still<'_, '_> {
                 }
             }
         }
-        Ok(())
+        Ok(left_out)
     }
 }

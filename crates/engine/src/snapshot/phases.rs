@@ -21,7 +21,7 @@ use crate::launch::plugin;
 use crate::parts::devices::Devices;
 use crate::parts::files::{nameless, record};
 use crate::parts::kept::capture::{self as kept, Copy};
-use crate::parts::landing;
+use crate::parts::{landing, objects};
 use crate::steps::{self, Failed, Step, Timer};
 use rekindle_criu::{self as criu, DumpOptions, Hooks, Notify, Place, Plugin};
 use rekindle_cuda::copier;
@@ -286,10 +286,15 @@ impl Freeze<'_> {
             drained: None,
             wrong: None,
             moment: None,
+            objects: None,
             saved_links: &mut self.saved_links,
         };
         let mut notify = |notify| match notify {
             Notify::PreDump => still.check_again(),
+            Notify::Frozen => {
+                still.read_objects();
+                Ok(())
+            }
             Notify::PostDump => still.record(),
             Notify::PostRestore(_) | Notify::PreResume => Ok(()),
         };
@@ -361,6 +366,11 @@ impl Frozen<'_> {
             drained.place()?;
         }
         let image = self.ready.target.dir();
+        if let Some((had, left_out)) = self.dumped.moment.objects.take() {
+            let what = "write the record of what the job had".to_owned();
+            let version = self.env.subject.criu.version.to_string();
+            objects::write(had, &version, &left_out, image).map_err(|source| Error::Io { what, source })?;
+        }
         self.seen.contents.complete(image).map_err(copied)?;
         let criu = image.join(CRIU_DIR);
         criu::image::check_pages(&criu)?;

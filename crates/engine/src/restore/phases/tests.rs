@@ -4,7 +4,7 @@ use std::path::Path;
 use std::path::PathBuf;
 use std::sync::Mutex;
 
-use super::super::{ChangedFiles, Cuda, Own, Prepare, Unpacking};
+use super::super::{ChangedFiles, Compare, Cuda, Own, Prepare, Unpacking};
 use super::*;
 use crate::launch::output::{self, Bounds};
 use crate::launch::work::WorkFolder;
@@ -76,6 +76,7 @@ fn play(
         timeout: Duration::from_secs(5),
         network: Network::Host,
         changed_files: ChangedFiles::Warn,
+        compare: Compare::default(),
         wishes: &Wishes::default(),
         prepare: Prepare(&note),
         unpacking: Unpacking {

@@ -1,0 +1,181 @@
+//! What the kernel has of the job's tasks ([`rekindle_objects`]): recorded at the dump, compared in a restore before any
+//! task runs.
+
+use std::io::{self, Write};
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::devices::LeftOut;
+use rekindle_objects::table::{How, Means};
+use rekindle_objects::{Damaged, Difference, FILE_NAME, MAX_BYTES, Mapping, Raw, Record, Rights, compare, put_back};
+use rekindle_os::beneath::Beneath;
+use rekindle_os::process;
+use rekindle_store::Manifest;
+
+/// `restart.compare`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Compare {
+    /// A difference that the job would notice fails the restore. An image without a record is restored.
+    #[default]
+    On,
+    /// An image without a record is not restored either.
+    Required,
+    /// Differences are only told.
+    Tell,
+}
+
+/// Reads what the kernel has, while all tasks are stopped for the dump.
+pub(crate) fn read(root: i32) -> Raw {
+    Raw::read(&process::tree(root))
+}
+
+/// Writes the record into the folder of the image.
+pub(crate) fn write(raw: Raw, criu: &str, left_out: &LeftOut, image: &Beneath) -> io::Result<()> {
+    let mut record = raw.record(criu);
+    for process in &mut record.processes {
+        for descriptor in &mut process.descriptors {
+            if left_out.descriptors.contains(&(process.pid, descriptor.number)) {
+                descriptor.leave_out();
+            }
+        }
+        if left_out.memory.contains(&process.pid) {
+            process.mappings.iter_mut().filter(|mapping| mapping.is_of_a_device()).for_each(Mapping::leave_out);
+        }
+    }
+    let bytes = record.to_bytes().map_err(io::Error::other)?;
+    image.join(FILE_NAME).create_new(0o600)?.write_all(&bytes)
+}
+
+/// Why a restored job does not run.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The image has no record that can be used.
+    #[error("{why}, and restart.compare is \"required\": restore another image, or set restart.compare = \"on\"")]
+    NoRecord {
+        /// The reason.
+        why: String,
+    },
+    /// The restored tasks are not what they were.
+    #[error(
+        "CRIU reports success, but the restored job is not what it was: {}{}. None of it has run. If the job does not mind, set restart.compare = \"tell\"", first(differences), between(.upgraded.as_ref())
+    )]
+    Differs {
+        /// What differs.
+        differences: Vec<Difference>,
+        /// The kernel and CRIU of the image, and those here, if they are others.
+        upgraded: Option<(String, String)>,
+    },
+}
+
+/// How many differences a message names.
+const NAMED: usize = 5;
+
+fn first(differences: &[Difference]) -> String {
+    let named: Vec<String> = differences.iter().take(NAMED).map(ToString::to_string).collect();
+    let more = differences.len() - named.len();
+    let more = if more == 0 { String::new() } else { format!("; and {more} more") };
+    format!("{}{more}", named.join("; "))
+}
+
+fn between(versions: Option<&(String, String)>) -> String {
+    versions.map(|(then, now)| format!(" (the image is from {then}, here is {now})")).unwrap_or_default()
+}
+
+/// The record of an image, and what a difference from it means.
+pub(crate) struct Recorded {
+    record: Option<Record>,
+    compare: Compare,
+}
+
+impl Recorded {
+    /// Reads it, before anything is made.
+    ///
+    /// # Errors
+    /// When there is none that can be used, and one is required.
+    pub(crate) fn of(image: &Beneath, compare: Compare) -> Result<Recorded, Error> {
+        let why = match image.join(FILE_NAME).content(MAX_BYTES) {
+            Ok(bytes) => match Record::parse(&bytes) {
+                Ok(record) => return Ok(Recorded { record: Some(record), compare }),
+                Err(Damaged::Parse(source)) => format!("the record of what the job had is damaged ({source})"),
+                Err(other) => other.to_string(),
+            },
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                "the image has no record of what the job had".to_owned()
+            }
+            Err(error) => format!("the record of what the job had cannot be read: {error}"),
+        };
+        if compare == Compare::Required {
+            return Err(Error::NoRecord { why });
+        }
+        tracing::info!("the restored job is not compared with what it was: {why}");
+        Ok(Recorded { record: None, compare })
+    }
+
+    /// Compares the tasks of the tree below `root`, of which none has run, and puts back what can be.
+    ///
+    /// # Errors
+    /// When the job would notice a difference.
+    pub(crate) fn check(&self, root: i32, manifest: &Manifest, criu: &str, rights: Rights) -> Result<(), Error> {
+        let Some(record) = &self.record else { return Ok(()) };
+        let tree = process::tree(root);
+        let mut now = Raw::read(&tree).record(criu);
+        let mut found = differences(record, &now, manifest);
+        if found.iter().any(|difference| difference.row.means == Means::PutBack) {
+            put_back(&found, &tree, rights);
+            now = Raw::read(&tree).record(criu);
+            found = differences(record, &now, manifest);
+        }
+        let (refused, told): (Vec<_>, Vec<_>) = found
+            .into_iter()
+            .partition(|difference| difference.row.means == Means::Refused && self.compare != Compare::Tell);
+        if refused.is_empty() {
+            tell(&told, false);
+            return Ok(());
+        }
+        tell(&refused, true);
+        let versions = |record: &Record| format!("kernel {} and CRIU {}", record.kernel, record.criu);
+        let (then, now) = (versions(record), versions(&now));
+        Err(Error::Differs { differences: refused, upgraded: (then != now).then_some((then, now)) })
+    }
+}
+
+/// What differs, without what rekindle itself has changed.
+fn differences(record: &Record, now: &Record, manifest: &Manifest) -> Vec<Difference> {
+    let mut found = compare(record, now);
+    // The job's output is opened anew: at its present place, and after a rotation another file.
+    let is_output = |path: &str| manifest.log.as_ref().is_some_and(|log| Path::new(path).starts_with(&**log));
+    let of_output = |difference: &Difference| {
+        let process = record.processes.iter().find(|process| process.pid == difference.process.0);
+        let descriptor = process
+            .and_then(|process| process.descriptors.iter().find(|descriptor| Some(descriptor.number) == difference.at));
+        descriptor.and_then(|descriptor| descriptor.items.get("path")).is_some_and(|path| is_output(path))
+    };
+    // CRIU lets a process without groups keep those that CRIU itself has. The reaper is ours, and uses none.
+    let of_reaper = |difference: &Difference| difference.process.0 == manifest.tree.root;
+    found.retain(|difference| !(difference.row.item == "more-groups" && of_reaper(difference)));
+    found.retain(|difference| {
+        !(matches!(difference.row.item, "path" | "position" | "deleted" | "flags") && of_output(difference))
+    });
+    found
+}
+
+/// One line for each item. `fails` tells whether the restore fails: then its error names what it fails for.
+fn tell(told: &[Difference], fails: bool) {
+    let mut items: Vec<&'static str> = told.iter().map(|difference| difference.row.item).collect();
+    items.sort_unstable();
+    items.dedup();
+    for item in items {
+        let of_item: Vec<&Difference> = told.iter().filter(|difference| difference.row.item == item).collect();
+        let Some(first) = of_item.first() else { continue };
+        let more = if of_item.len() == 1 { String::new() } else { format!(" (and {} more)", of_item.len() - 1) };
+        match first.row.how {
+            How::Never => tracing::debug!("not as before the restore ({item}): {first}{more}"),
+            _ if first.row.means == Means::Refused && fails => {
+                tracing::debug!("not as before the restore ({item}): {first}{more}")
+            }
+            _ => tracing::warn!("not as before the restore ({item}): {first}{more}"),
+        }
+    }
+}

@@ -1,0 +1,350 @@
+//! Compares two records by the table.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+use crate::record::{Descriptor, Items, LEFT_OUT, Mapping, Process, Record};
+use crate::table::{self, How, Of, Row};
+
+/// An item that differs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Difference {
+    /// Its line of the table.
+    pub row: Row,
+    /// The process, as the job sees it, and its name.
+    pub process: (i32, String),
+    /// The thread or the number of the descriptor.
+    pub at: Option<i32>,
+    /// What it was; `None` if it was not there.
+    pub then: Option<String>,
+    /// What it is now.
+    pub now: Option<String>,
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (pid, name) = &self.process;
+        match (self.row.of, self.at) {
+            (Of::Thread, Some(tid)) if tid != *pid => write!(f, "thread {tid} of process {pid} ({name})")?,
+            (Of::Descriptor, Some(number)) => write!(f, "descriptor {number} of process {pid} ({name})")?,
+            _ => write!(f, "process {pid} ({name})")?,
+        }
+        write!(f, ": {}: ", self.row.what)?;
+        let value = |value: &Option<String>| match value {
+            Some(value) => shortened(value),
+            None => "nothing".to_owned(),
+        };
+        write!(f, "was {}, is {}", value(&self.then), value(&self.now))
+    }
+}
+
+/// A value can be as long as a job likes.
+fn shortened(value: &str) -> String {
+    /// Characters of a value in a message.
+    const SHOWN: usize = 160;
+    let line = value.replace('\n', "; ");
+    match line.char_indices().nth(SHOWN) {
+        Some((at, _)) => format!("{}...", line.get(..at).unwrap_or_default()),
+        None => line,
+    }
+}
+
+/// What differs between a record and what is there now.
+#[must_use]
+pub fn compare(then: &Record, now: &Record) -> Vec<Difference> {
+    let mut found = Vec::new();
+    let here: BTreeMap<i32, &Process> = now.processes.iter().map(|process| (process.pid, process)).collect();
+    let there: BTreeSet<i32> = then.processes.iter().map(|process| process.pid).collect();
+    for process in &then.processes {
+        match here.get(&process.pid) {
+            Some(now) => Pair { then: process, now, there: &there, found: &mut found }.compare(),
+            None => found.extend(presence(Of::Process, "process", process, None, true)),
+        }
+    }
+    let more = now.processes.iter().filter(|process| !there.contains(&process.pid));
+    found.extend(more.filter_map(|process| presence(Of::Process, "process", process, None, false)));
+    found
+}
+
+/// That something exists only then, or only now.
+fn presence(of: Of, item: &str, process: &Process, at: Option<i32>, was: bool) -> Option<Difference> {
+    let there = |is: bool| is.then(|| "there".to_owned());
+    Some(Difference {
+        row: table::find(of, item)?,
+        process: (process.pid, process.name.clone()),
+        at,
+        then: there(was),
+        now: there(!was),
+    })
+}
+
+/// The same process, then and now.
+struct Pair<'a> {
+    then: &'a Process,
+    now: &'a Process,
+    /// The pids of then.
+    there: &'a BTreeSet<i32>,
+    found: &'a mut Vec<Difference>,
+}
+
+impl Pair<'_> {
+    fn compare(mut self) {
+        self.items(Of::Process, None, &self.then.items, &self.now.items);
+        self.threads();
+        self.descriptors();
+        self.mappings();
+    }
+
+    fn threads(&mut self) {
+        let (then, now) = (self.then, self.now);
+        let here: BTreeMap<i32, &Items> = now.threads.iter().map(|thread| (thread.tid, &thread.items)).collect();
+        for thread in &then.threads {
+            match here.get(&thread.tid) {
+                Some(now) => self.items(Of::Thread, Some(thread.tid), &thread.items, now),
+                None => self.found.extend(presence(Of::Thread, "thread", then, Some(thread.tid), true)),
+            }
+        }
+        let more = here.keys().filter(|tid| then.threads.iter().all(|thread| thread.tid != **tid));
+        self.found.extend(more.filter_map(|tid| presence(Of::Thread, "thread", then, Some(*tid), false)));
+    }
+
+    fn descriptors(&mut self) {
+        let (then, now) = (self.then, self.now);
+        let here: BTreeMap<i32, &Descriptor> = now.descriptors.iter().map(|now| (now.number, now)).collect();
+        let mut known = BTreeSet::new();
+        for descriptor in &then.descriptors {
+            let number = descriptor.number;
+            known.insert(number);
+            match here.get(&number) {
+                Some(_) if descriptor.items.contains_key(LEFT_OUT) => {}
+                Some(now) if was_closed(&descriptor.items, &now.items) => {}
+                Some(now) => self.items(Of::Descriptor, Some(number), &descriptor.items, &now.items),
+                None => self.found.extend(presence(Of::Descriptor, "descriptor", then, Some(number), true)),
+            }
+        }
+        let more = here.keys().filter(|number| !known.contains(*number));
+        self.found.extend(more.filter_map(|number| presence(Of::Descriptor, "descriptor", then, Some(*number), false)));
+    }
+
+    fn mappings(&mut self) {
+        let Some(row) = table::find(Of::Mapping, "mapping") else { return };
+        let now: BTreeMap<u64, &Mapping> = self.now.mappings.iter().map(|mapping| (mapping.start, mapping)).collect();
+        let then: BTreeMap<u64, &Mapping> = self.then.mappings.iter().map(|mapping| (mapping.start, mapping)).collect();
+        let starts: BTreeSet<u64> = then.keys().chain(now.keys()).copied().collect();
+        for start in starts {
+            let (then, now) = (then.get(&start), now.get(&start));
+            let of_device = [then, now].into_iter().flatten().any(|mapping| touches(mapping, &self.then.mappings));
+            if then != now && !of_device {
+                self.found.push(Difference {
+                    row,
+                    process: (self.then.pid, self.then.name.clone()),
+                    at: None,
+                    then: then.map(ToString::to_string),
+                    now: now.map(ToString::to_string),
+                });
+            }
+        }
+    }
+
+    /// An item that only one of them has was not known to its kernel, or is none of this object.
+    fn items(&mut self, of: Of, at: Option<i32>, then: &Items, now: &Items) {
+        let names: BTreeSet<&String> = then.keys().chain(now.keys()).collect();
+        for name in names {
+            let (then, now) = (then.get(name), now.get(name));
+            let Some(row) = table::find(of, name).filter(|row| differs(row.how, then, now)) else { continue };
+            if matches!(row.item, "session" | "process-group") && self.is_led_by_itself(then, now) {
+                continue;
+            }
+            self.found.push(Difference {
+                row,
+                process: (self.then.pid, self.then.name.clone()),
+                at,
+                then: then.cloned(),
+                now: now.cloned(),
+            });
+        }
+    }
+}
+
+impl Pair<'_> {
+    /// A session or process group whose leader has ended cannot be made: its process leads one of its own.
+    fn is_led_by_itself(&self, then: Option<&String>, now: Option<&String>) -> bool {
+        let number = |value: Option<&String>| value.and_then(|value| value.parse::<i32>().ok());
+        number(now) == Some(self.now.pid) && number(then).is_some_and(|leader| !self.there.contains(&leader))
+    }
+}
+
+/// A connection that the image has closed on purpose ([`crate::table`] is for what is lost): all else of it is new.
+fn was_closed(then: &Items, now: &Items) -> bool {
+    let is_tcp = |items: &Items| items.get("protocol").is_some_and(|protocol| protocol == "6");
+    let state = |items: &Items| items.get("state").cloned().unwrap_or_default();
+    is_tcp(then) && is_tcp(now) && state(now) == "closed" && state(then) != "listens"
+}
+
+/// Whether it is, overlaps, or is the neighbour of memory that is not in the image: the kernel may join what is there now
+/// with its neighbours.
+fn touches(mapping: &Mapping, then: &[Mapping]) -> bool {
+    let left_out = then.iter().filter(|then| then.name == LEFT_OUT);
+    left_out.into_iter().any(|gap| mapping.start <= gap.end && mapping.end >= gap.start)
+}
+
+fn differs(how: How, then: Option<&String>, now: Option<&String>) -> bool {
+    match how {
+        How::Equal => then != now,
+        How::Lines => {
+            let lines = |value: Option<&String>| {
+                let mut lines: Vec<String> = value.into_iter().flat_map(|text| text.lines()).map(Into::into).collect();
+                lines.sort_unstable();
+                lines
+            };
+            lines(then) != lines(now)
+        }
+        How::AtLeast => match (number(then, 10), number(now, 10)) {
+            (Some(then), Some(now)) => now < then,
+            _ => then != now,
+        },
+        How::AtLeastThese => match (number(then, 16), number(now, 16)) {
+            (Some(then), Some(now)) => then & !now != 0,
+            _ => then != now,
+        },
+        // It may have fired meanwhile, in both.
+        How::TimeLeft => match (number(then, 10), number(now, 10)) {
+            (Some(then), Some(now)) => now > then.saturating_add(CLOCKS_DIFFER),
+            _ => false,
+        },
+        How::Never => then != now,
+    }
+}
+
+/// Nanoseconds by which two readings of a timer's clock may differ.
+const CLOCKS_DIFFER: u64 = 1_000_000_000;
+
+fn number(value: Option<&String>, radix: u32) -> Option<u64> {
+    u64::from_str_radix(value?, radix).ok()
+}
+
+impl fmt::Display for Mapping {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:x}-{:x} {} {:x} {}", self.start, self.end, self.access, self.offset, self.name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::Thread;
+    use crate::table::Means;
+
+    fn items(pairs: &[(&str, &str)]) -> Items {
+        pairs.iter().map(|(item, value)| ((*item).to_owned(), (*value).to_owned())).collect()
+    }
+
+    fn process(pid: i32) -> Process {
+        Process {
+            pid,
+            name: "job".into(),
+            items: items(&[("umask", "0022"), ("from-a-newer-version", "1")]),
+            threads: vec![Thread { tid: pid, items: items(&[("timer-slack", "50000")]) }],
+            descriptors: vec![Descriptor { number: 3, items: items(&[("kind", "eventfd"), ("count", "5")]) }],
+            mappings: vec![Mapping { start: 1, end: 2, access: "rw-p".into(), offset: 0, name: String::new() }],
+        }
+    }
+
+    fn record(processes: Vec<Process>) -> Record {
+        Record { processes, ..Record::default() }
+    }
+
+    fn words(found: &[Difference]) -> Vec<String> {
+        found.iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn each_object_is_named_with_both_values() {
+        let (then, mut now) = (record(vec![process(1001), process(1002)]), record(vec![process(1001), process(1003)]));
+        let changed = &mut now.processes[0];
+        changed.items = items(&[("umask", "0077")]);
+        changed.threads[0].items = items(&[("timer-slack", "1")]);
+        changed.descriptors[0].number = 4;
+        changed.mappings[0].end = 3;
+        let found = compare(&then, &now);
+        assert_eq!(
+            words(&found),
+            [
+                "process 1001 (job): umask: was 0022, is 0077",
+                "process 1001 (job): timer slack: was 50000, is 1",
+                "descriptor 3 of process 1001 (job): whether it exists: was there, is nothing",
+                "descriptor 4 of process 1001 (job): whether it exists: was nothing, is there",
+                "process 1001 (job): address, size, protection, file and offset: was 1-2 rw-p 0 , is 1-3 rw-p 0 ",
+                "process 1002 (job): whether it exists: was there, is nothing",
+                "process 1003 (job): whether it exists: was nothing, is there",
+            ]
+        );
+        assert_eq!(found[1].row.means, Means::PutBack);
+        assert!(compare(&then, &then).is_empty());
+    }
+
+    #[test]
+    fn a_connection_that_was_closed_is_no_difference() {
+        let socket = |state: &str, port: &str| {
+            items(&[("kind", "socket"), ("protocol", "6"), ("state", state), ("address", port), ("SO_KEEPALIVE", "1")])
+        };
+        let with = |items: Items| {
+            let mut process = process(1);
+            process.descriptors[0].items = items;
+            record(vec![process])
+        };
+        assert!(compare(&with(socket("connected", "a:1")), &with(socket("closed", "b:2"))).is_empty());
+        assert_eq!(compare(&with(socket("listens", "a:1")), &with(socket("closed", "a:1"))).len(), 1);
+        assert_eq!(compare(&with(socket("closed", "a:1")), &with(socket("connected", "a:1"))).len(), 1);
+    }
+
+    #[test]
+    fn a_session_whose_leader_has_ended_is_a_new_one() {
+        let with = |session: &str, leader: i32| {
+            let mut daemon = process(1003);
+            daemon.items = items(&[("session", session)]);
+            let mut leader = process(leader);
+            leader.items.clear();
+            record(vec![leader, daemon])
+        };
+        assert!(compare(&with("1002", 1001), &with("1003", 1001)).is_empty());
+        assert_eq!(compare(&with("1002", 1002), &with("1003", 1002)).len(), 1, "its leader is there");
+        assert_eq!(compare(&with("1002", 1001), &with("1001", 1001)).len(), 1, "the session of another");
+    }
+
+    #[test]
+    fn what_was_left_out_on_purpose_is_no_difference() {
+        let mut then = process(1);
+        then.mappings = [(10, 20), (20, 30), (50, 60)]
+            .map(|(start, end)| Mapping { start, end, access: "rw-s".into(), offset: 0, name: "/dev/nvidia0".into() })
+            .into();
+        assert!(then.mappings[1].is_of_a_device());
+        then.mappings[1].leave_out();
+        then.descriptors[0].leave_out();
+        let mut now = process(1);
+        now.descriptors[0].items = items(&[("kind", "file"), ("path", "/dev/null")]);
+        // Joined with the one before it.
+        now.mappings = vec![Mapping { start: 10, end: 30, access: "rw-p".into(), offset: 0, name: String::new() }];
+        let found = compare(&record(vec![then.clone()]), &record(vec![now.clone()]));
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert!(found[0].then.as_deref().unwrap().starts_with("32-3c"), "{found:?}");
+        now.descriptors.clear();
+        assert_eq!(compare(&record(vec![then]), &record(vec![now])).len(), 2, "it must be there");
+    }
+
+    #[test]
+    fn lines_have_no_order_and_time_passes() {
+        let some = |text: &str| Some(text.to_owned());
+        assert!(!differs(How::Lines, some("a\nb").as_ref(), some("b\na").as_ref()));
+        assert!(differs(How::Lines, some("a\nb").as_ref(), some("a").as_ref()));
+        let differ = |how, then: &str, now: &str| differs(how, some(then).as_ref(), some(now).as_ref());
+        assert!(!differ(How::TimeLeft, "500", "400") && differ(How::TimeLeft, "500", "2000000000"));
+        assert!(!differ(How::AtLeast, "5", "6") && differ(How::AtLeast, "5", "4"));
+        assert!(!differ(How::AtLeastThese, "04", "0c") && differ(How::AtLeastThese, "0c", "04"));
+        let long = Difference {
+            then: some(&"x\n".repeat(1000)),
+            ..compare(&record(vec![process(1)]), &record(vec![])).remove(0)
+        };
+        assert!(long.to_string().len() < 400);
+    }
+}

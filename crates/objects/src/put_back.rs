@@ -1,0 +1,165 @@
+//! Sets what CRIU lost and the kernel lets us set, before any task runs.
+//!
+//! The record may come from somebody who can write the store and has no key. So nothing is set that the job's user could
+//! not set: a real-time I/O priority is left out, and options of sockets are set without our capabilities, by the caller
+//! ([`Rights`]).
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+
+use rekindle_os::{attributes, process, sockopt};
+
+use crate::compare::Difference;
+use crate::table::{Means, OPTIONS, Of, Shape, SocketOption};
+
+/// Whose rights what is set must keep to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rights {
+    /// Our own: the job runs as we do.
+    Ours,
+    /// A user's: what needs a capability is not set.
+    Users,
+}
+
+/// Sets the old values of those differences that can be put back. `tree` are the processes as we see them. What could
+/// not be set shows in the next comparison.
+pub fn put_back(differences: &[Difference], tree: &[i32], rights: Rights) {
+    let wanted: Vec<&Difference> =
+        differences.iter().filter(|difference| difference.row.means == Means::PutBack).collect();
+    if wanted.is_empty() {
+        return;
+    }
+    let pids: BTreeMap<i32, i32> = tree.iter().filter_map(|pid| Some((process::inner_pid(*pid)?, *pid))).collect();
+    for difference in wanted {
+        let Some(pid) = pids.get(&difference.process.0) else { continue };
+        if set(difference, *pid, rights).is_none() {
+            tracing::debug!("not put back: {difference}");
+        }
+    }
+}
+
+/// Sets it; `None` if it cannot be set.
+fn set(difference: &Difference, pid: i32, rights: Rights) -> Option<()> {
+    let value = difference.then.as_deref()?;
+    match difference.row.of {
+        Of::Process => match difference.row.item {
+            "core-filter" => write(pid, "coredump_filter", &format!("0x{value}")),
+            _ => None,
+        },
+        Of::Thread => {
+            let inner = difference.at?;
+            let tid = if inner == difference.process.0 { pid } else { process::thread_by_inner(pid, inner)? };
+            match difference.row.item {
+                "timer-slack" => write(tid, "timerslack_ns", value),
+                "io-priority" => attributes::set_io_priority(tid, io_priority(value, rights)?).ok(),
+                _ => None,
+            }
+        }
+        Of::Descriptor => {
+            let process = process::open_pidfd(pid).ok()?;
+            descriptor(difference, &process::fetch_descriptor(&process, difference.at?).ok()?, value, rights)
+        }
+        Of::Mapping => None,
+    }
+}
+
+fn write(pid: i32, file: &str, value: &str) -> Option<()> {
+    std::fs::write(format!("/proc/{pid}/{file}"), value).ok()
+}
+
+/// From the words of a record. Real time would let the job starve others at the disk.
+fn io_priority(value: &str, rights: Rights) -> Option<u16> {
+    let (class, level) = value.split_once(' ')?;
+    let class = match class {
+        "none" => 0_u16,
+        "real-time" if rights == Rights::Ours => 1,
+        "best-effort" => 2,
+        "idle" => 3,
+        _ => return None,
+    };
+    let level: u16 = level.parse().ok().filter(|level| *level < 1 << 13)?;
+    Some(class << 13 | level)
+}
+
+fn descriptor(difference: &Difference, descriptor: &OwnedFd, value: &str, rights: Rights) -> Option<()> {
+    match difference.row.item {
+        // Beyond the limit of users it needs a right, and the limit protects the machine's memory.
+        "size" => {
+            let size: i32 = value.parse().ok().filter(|size| *size <= pipe_limit(rights))?;
+            attributes::set_number(descriptor, libc::F_SETPIPE_SZ, size).ok()
+        }
+        "seals" => {
+            let (then, now): (i32, i32) = (value.parse().ok()?, difference.now.as_deref()?.parse().ok()?);
+            attributes::set_number(descriptor, libc::F_ADD_SEALS, then & !now).ok()
+        }
+        "congestion" => sockopt::set(descriptor, libc::IPPROTO_TCP, libc::TCP_CONGESTION, value.as_bytes()).ok(),
+        "device" => sockopt::set(descriptor, libc::SOL_SOCKET, libc::SO_BINDTODEVICE, value.as_bytes()).ok(),
+        name => {
+            let option = OPTIONS.iter().find(|option| option.name == name && option.settable)?;
+            if rights == Rights::Users && needs_a_right(option, value) {
+                return None;
+            }
+            sockopt::set(descriptor, option.level.number(), option.number, &bytes(option, value)?).ok()
+        }
+    }
+}
+
+/// Bytes of a pipe that anybody may have (pipe(7)).
+fn pipe_limit(rights: Rights) -> i32 {
+    let limit = std::fs::read_to_string("/proc/sys/fs/pipe-max-size").ok().and_then(|text| text.trim().parse().ok());
+    if rights == Rights::Ours { i32::MAX } else { limit.unwrap_or(1 << 20) }
+}
+
+/// What only CAP_NET_ADMIN or CAP_NET_RAW may set (socket(7), ip(7), ipv6(7), tcp(7)).
+fn needs_a_right(option: &SocketOption, value: &str) -> bool {
+    match option.name {
+        "SO_MARK"
+        | "SO_RCVMARK"
+        | "IP_TRANSPARENT"
+        | "IPV6_TRANSPARENT"
+        | "SO_BUSY_POLL_BUDGET"
+        | "SO_PREFER_BUSY_POLL"
+        | "SO_BUSY_POLL" => value != "0",
+        "SO_PRIORITY" => value.parse::<i32>().map_or(true, |priority| !(0..=6).contains(&priority)),
+        _ => false,
+    }
+}
+
+fn bytes(option: &SocketOption, value: &str) -> Option<Vec<u8>> {
+    match option.shape {
+        Shape::Int => Some(value.parse::<i32>().ok()?.to_ne_bytes().to_vec()),
+        Shape::Time | Shape::Linger | Shape::Long => {
+            let numbers: Option<Vec<u64>> = value.split(' ').map(|number| number.parse().ok()).collect();
+            let bytes: Vec<u8> = numbers?.into_iter().flat_map(u64::to_ne_bytes).collect();
+            (bytes.len() == option.shape.bytes()).then_some(bytes)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_user_gets_no_right_by_a_record() {
+        assert_eq!(io_priority("real-time 0", Rights::Users), None);
+        assert_eq!(io_priority("real-time 0", Rights::Ours), Some(1 << 13));
+        assert_eq!(io_priority("idle 7", Rights::Users), Some(3 << 13 | 7));
+        for odd in ["", "idle", "idle 8192", "idle -1", "idle 70000", "7 0"] {
+            assert_eq!(io_priority(odd, Rights::Ours), None, "{odd}");
+        }
+        let option = |name: &str| OPTIONS.iter().find(|option| option.name == name).unwrap();
+        assert!(needs_a_right(option("SO_MARK"), "5") && needs_a_right(option("SO_PRIORITY"), "7"));
+        assert!(needs_a_right(option("SO_PRIORITY"), "-1") && !needs_a_right(option("SO_PRIORITY"), "6"));
+    }
+
+    #[test]
+    fn a_value_has_the_bytes_of_its_option() {
+        let option = |name: &str| OPTIONS.iter().find(|option| option.name == name).unwrap();
+        assert_eq!(bytes(option("TCP_NODELAY"), "1").unwrap(), 1_i32.to_ne_bytes());
+        assert_eq!(bytes(option("SO_RCVTIMEO"), "5 250000").unwrap().len(), 16);
+        for odd in ["", "5", "5 x", "5 6 7"] {
+            assert_eq!(bytes(option("SO_RCVTIMEO"), odd), None, "{odd}");
+        }
+    }
+}

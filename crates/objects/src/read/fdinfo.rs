@@ -1,0 +1,170 @@
+//! /proc/PID/fdinfo/N (proc_pid_fdinfo(5)): position and flags of every descriptor, and what each kind adds.
+
+use crate::record::Items;
+
+/// Adds the items of this file.
+pub(super) fn items(text: &str, items: &mut Items) {
+    lines(text, items);
+    let is = |item: &str| items.get(item).is_some_and(|value| value != "0");
+    if items.contains_key("time-left") {
+        // Of one that has fired and was not read the kernel shows no time left.
+        let armed = if is("time-left") || is("interval") || is("ticks") { "yes" } else { "no" };
+        // The time of a wall clock may have been set, and is another on another machine.
+        let is_running = is("time-left") && items.get("clock").is_none_or(|clock| !clock.starts_with("clock 0"));
+        put(items, "armed", armed);
+        if !is_running {
+            items.remove("time-left");
+        }
+    }
+}
+
+fn lines(text: &str, items: &mut Items) {
+    for line in text.lines() {
+        if let Some((name, value)) = line.split_once(':') {
+            one(name, value.trim(), line, items);
+        } else if line.starts_with("inotify wd") {
+            add(items, "inotify", inotify(line));
+        } else if line.starts_with("fanotify") {
+            add(items, "fanotify", fanotify(line));
+        }
+    }
+}
+
+fn one(name: &str, value: &str, line: &str, items: &mut Items) {
+    match name {
+        "pos" => put(items, "position", value),
+        "flags" => put(items, "flags", &flags(value)),
+        "eventfd-count" => put(items, "count", value),
+        "eventfd-semaphore" => put(items, "semaphore", value),
+        "sigmask" => put(items, "signals", value),
+        "clockid" => add(items, "clock", format!("clock {value}")),
+        "settime flags" => add(items, "clock", format!("flags {value}")),
+        "ticks" => put(items, "ticks", value),
+        "it_value" => put(items, "time-left", &time(value)),
+        "it_interval" => put(items, "interval", &time(value)),
+        "lock" => add(items, "locks", lock(value)),
+        // The pids in all namespaces, the innermost last.
+        "NSpid" => put(items, "process", value.split_whitespace().last().unwrap_or(value)),
+        "tfd" => add(items, "epoll", epoll(value)),
+        _ if line.starts_with("inotify wd") => add(items, "inotify", inotify(line)),
+        _ if line.starts_with("fanotify") => add(items, "fanotify", fanotify(line)),
+        _ => {}
+    }
+}
+
+/// Without O_LARGEFILE, which means nothing to programs of 64 bits and depends on how a file was opened.
+fn flags(value: &str) -> String {
+    const LARGE_FILE: u32 = 0o100_000;
+    match u32::from_str_radix(value, 8) {
+        Ok(flags) => format!("0{:o}", flags & !LARGE_FILE),
+        Err(_) => value.to_owned(),
+    }
+}
+
+fn put(items: &mut Items, item: &str, value: &str) {
+    items.insert(item.to_owned(), value.to_owned());
+}
+
+/// Adds a line to an item that can have several.
+fn add(items: &mut Items, item: &str, line: String) {
+    let value = items.entry(item.to_owned()).or_default();
+    if !value.is_empty() {
+        value.push('\n');
+    }
+    value.push_str(&line);
+}
+
+/// `(0, 49406829)`: seconds and nanoseconds, as nanoseconds.
+fn time(value: &str) -> String {
+    let numbers: Vec<u128> =
+        value.trim_matches(['(', ')']).split(',').filter_map(|number| number.trim().parse().ok()).collect();
+    match numbers[..] {
+        [seconds, nanoseconds] => (seconds * 1_000_000_000 + nanoseconds).to_string(),
+        _ => value.to_owned(),
+    }
+}
+
+/// `1: POSIX  ADVISORY  WRITE 4711 00:2e:1029 0 EOF`, without number, process, and file.
+fn lock(value: &str) -> String {
+    let words: Vec<&str> = value.split_whitespace().skip(1).collect();
+    match words[..] {
+        [kind, mode, access, _pid, _file, start, end] => format!("{kind} {mode} {access} {start} {end}"),
+        _ => words.join(" "),
+    }
+}
+
+/// `5 events: 1d data: 500000005 pos:0 ino:61af sdev:7`: descriptor, events and data.
+fn epoll(value: &str) -> String {
+    let words: Vec<&str> = value.split_whitespace().collect();
+    match words[..] {
+        [descriptor, "events:", events, "data:", data, ..] => format!("{descriptor} events {events} data {data}"),
+        _ => words.join(" "),
+    }
+}
+
+/// `inotify wd:1 ino:7bcf sdev:fe00000 mask:800afce ignored_mask:0 fhandle-bytes:8 ...`: the number and the mask. The file
+/// can be another one of the same name.
+fn inotify(line: &str) -> String {
+    let word = |name: &str| line.split_whitespace().find_map(|word| word.strip_prefix(name)).unwrap_or_default();
+    format!("watch {} mask {}", word("wd:"), word("mask:"))
+}
+
+fn fanotify(line: &str) -> String {
+    let kept = line.split_whitespace().filter(|word| {
+        !["ino:", "sdev:", "fhandle-bytes:", "fhandle-type:", "f_handle:", "mnt_id:"]
+            .iter()
+            .any(|name| word.starts_with(name))
+    });
+    kept.collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(text: &str) -> Vec<(String, String)> {
+        let mut all = Items::new();
+        items(text, &mut all);
+        all.into_iter().collect()
+    }
+
+    fn pairs(expected: &[(&str, &str)]) -> Vec<(String, String)> {
+        expected.iter().map(|(item, value)| ((*item).to_owned(), (*value).to_owned())).collect()
+    }
+
+    #[test]
+    fn what_belongs_to_the_machine_is_left_out() {
+        let text = "pos:\t12\nflags:\t0100002\nmnt_id:\t29\nino:\t1029\nlock:\t1: POSIX  ADVISORY  WRITE 4711 00:2e:1029 0 EOF\n";
+        assert_eq!(of(text), pairs(&[("flags", "02"), ("locks", "POSIX ADVISORY WRITE 0 EOF"), ("position", "12")]));
+    }
+
+    #[test]
+    fn each_kind_has_its_own() {
+        assert_eq!(
+            of("eventfd-count:               a\neventfd-id: 3\neventfd-semaphore: 1\n"),
+            pairs(&[("count", "a"), ("semaphore", "1")])
+        );
+        assert_eq!(
+            of("clockid: 1\nticks: 0\nsettime flags: 01\nit_value: (1, 5)\nit_interval: (0, 0)\n"),
+            pairs(&[
+                ("armed", "yes"),
+                ("clock", "clock 1\nflags 01"),
+                ("interval", "0"),
+                ("ticks", "0"),
+                ("time-left", "1000000005")
+            ])
+        );
+        assert_eq!(
+            of(
+                "tfd:        5 events:       1d data: 500000005  pos:0 ino:61af sdev:7\ntfd: 6 events: 1 data: 6 pos:0\n"
+            ),
+            pairs(&[("epoll", "5 events 1d data 500000005\n6 events 1 data 6")])
+        );
+        assert_eq!(
+            of("inotify wd:1 ino:7bcf sdev:fe00000 mask:800afce ignored_mask:0 fhandle-bytes:8 f_handle:a\n"),
+            pairs(&[("inotify", "watch 1 mask 800afce")])
+        );
+        assert_eq!(of("Pid:\t4711\nNSpid:\t4711\t1003\n"), pairs(&[("process", "1003")]));
+        assert_eq!(of("sigmask:\t0000000000010000\n"), pairs(&[("signals", "0000000000010000")]));
+    }
+}

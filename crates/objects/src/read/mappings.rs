@@ -1,0 +1,59 @@
+//! The memory of a process.
+
+use crate::record::Mapping;
+
+/// The mappings of a table of /proc/PID/maps. Neighbours that differ in nothing are one: whether the kernel joins them
+/// depends on how they came about.
+pub(super) fn of(table: &str) -> Vec<Mapping> {
+    let mut all: Vec<Mapping> = Vec::new();
+    for mapping in table.lines().filter_map(line) {
+        match all.last_mut() {
+            Some(last) if continues(last, &mapping) => last.end = mapping.end,
+            _ => all.push(mapping),
+        }
+    }
+    all
+}
+
+fn line(line: &str) -> Option<Mapping> {
+    let mut fields = line.splitn(6, ' ');
+    let (start, end) = fields.next()?.split_once('-')?;
+    let access = fields.next()?.to_owned();
+    let number = |text: &str| u64::from_str_radix(text, 16).ok();
+    let offset = number(fields.next()?)?;
+    let (_device, _inode) = (fields.next()?, fields.next()?);
+    let name = fields.next().unwrap_or_default().trim_start();
+    // Shared memory without a file. CRIU makes it as a memfd of that name.
+    let name = if name == "/memfd:/dev/zero (deleted)" { "/dev/zero (deleted)" } else { name };
+    Some(Mapping { start: number(start)?, end: number(end)?, access, offset, name: name.to_owned() })
+}
+
+fn continues(last: &Mapping, next: &Mapping) -> bool {
+    let is_file = last.name.starts_with('/');
+    let offset = if is_file { last.offset.wrapping_add(last.end - last.start) } else { last.offset };
+    last.end == next.start && last.access == next.access && last.name == next.name && offset == next.offset
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbours_that_differ_in_nothing_are_one() {
+        let table = "1000-2000 r--p 00000000 00:01 5    /lib\n2000-4000 r--p 00001000 00:01 5    /lib\n\
+                     4000-5000 r--p 00009000 00:01 5    /lib\n5000-6000 rw-p 00000000 00:00 0\n\
+                     6000-7000 rw-p 00000000 00:00 0 \n7000-8000 ---p 00000000 00:00 0\nodd\n";
+        let found: Vec<(u64, u64, String)> =
+            of(table).into_iter().map(|mapping| (mapping.start, mapping.end, mapping.access)).collect();
+        let text = |text: &str| text.to_owned();
+        assert_eq!(
+            found,
+            [
+                (0x1000, 0x4000, text("r--p")),
+                (0x4000, 0x5000, text("r--p")),
+                (0x5000, 0x7000, text("rw-p")),
+                (0x7000, 0x8000, text("---p"))
+            ]
+        );
+    }
+}

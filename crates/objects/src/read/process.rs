@@ -1,0 +1,200 @@
+//! A process: what its threads have together.
+
+use std::collections::BTreeMap;
+use std::os::unix::ffi::OsStrExt;
+
+use rekindle_os::process as os_process;
+
+use super::descriptor;
+use super::identity::Named;
+use super::thread;
+use super::{Pids, field, innermost, mappings, pidfd, text};
+use crate::record::{self, Items};
+
+/// What was read.
+#[derive(Debug)]
+pub(super) struct Raw {
+    /// As we see it.
+    pub(super) pid: i32,
+    stat: String,
+    limits: Option<String>,
+    maps: String,
+    timers: Option<String>,
+    /// Files of one line, by item.
+    lines: Vec<(&'static str, Option<String>)>,
+    links: Vec<(&'static str, Option<String>)>,
+    threads: Vec<thread::Raw>,
+    pub(super) descriptors: Vec<descriptor::Raw>,
+}
+
+/// Files of one line.
+const LINES: [(&str, &str); 3] =
+    [("oom-score-adj", "oom_score_adj"), ("core-filter", "coredump_filter"), ("login-uid", "loginuid")];
+const LINKS: [(&str, &str); 3] = [("executable", "exe"), ("directory", "cwd"), ("root", "root")];
+
+impl Raw {
+    pub(super) fn read(pid: i32) -> Raw {
+        let file = |name: &str| text(&format!("/proc/{pid}/{name}"));
+        let link = |name: &str| {
+            let target = std::fs::read_link(format!("/proc/{pid}/{name}")).ok()?;
+            Some(String::from_utf8_lossy(target.as_os_str().as_bytes()).into_owned())
+        };
+        let stat = file("stat").unwrap_or_default();
+        let mut threads: Vec<thread::Raw> =
+            os_process::threads(pid).into_iter().map(|tid| thread::Raw::read(pid, tid)).collect();
+        threads.sort_unstable_by_key(|thread| thread.tid);
+        let pidfd = pidfd(pid);
+        Raw {
+            pid,
+            stat,
+            limits: file("limits"),
+            maps: file("maps").unwrap_or_default(),
+            timers: file("timers"),
+            lines: LINES.iter().map(|(item, name)| (*item, file(name))).collect(),
+            links: LINKS.iter().map(|(item, name)| (*item, link(name))).collect(),
+            threads,
+            descriptors: descriptor::Raw::read_all(pid, pidfd.as_ref()),
+        }
+    }
+
+    /// Each of its threads, as we see it and as the job does.
+    pub(super) fn ids(&self) -> BTreeMap<i32, i32> {
+        self.threads.iter().filter_map(|thread| Some((thread.tid, thread.inner()?))).collect()
+    }
+
+    pub(super) fn record(self, pids: &Pids, identity: &Named) -> Option<record::Process> {
+        let leader = self.threads.iter().find(|thread| thread.tid == self.pid)?;
+        let status = &leader.status;
+        let pid = innermost(status, "NSpid")?;
+        let mut items = Items::new();
+        let mut put = |item: &str, value: Option<String>| {
+            if let Some(value) = value {
+                items.insert(item.to_owned(), value);
+            }
+        };
+        let is_dead = field(status, "State").is_some_and(|state| state.starts_with(['Z', 'X']));
+        let fields = Stat::of(&self.stat);
+        put("parent", fields.as_ref().and_then(|stat| stat.parent()).map(|parent| pids.inner(parent)));
+        put("process-group", innermost(status, "NSpgid").map(|id| id.to_string()));
+        put("session", innermost(status, "NSsid").map(|id| id.to_string()));
+        put("start-time", fields.as_ref().and_then(|stat| stat.number(22)).map(|ticks| ticks.to_string()));
+        put("exit-signal", fields.as_ref().and_then(|stat| stat.number(38)).map(|signal| signal.to_string()));
+        if is_dead {
+            // It has nothing else any more.
+            let name = leader.name();
+            return Some(record::Process {
+                pid,
+                name,
+                items,
+                threads: Vec::new(),
+                descriptors: Vec::new(),
+                mappings: Vec::new(),
+            });
+        }
+        put(
+            "terminal",
+            fields.as_ref().and_then(|stat| stat.number(7)).filter(|tty| *tty != 0).map(|tty| tty.to_string()),
+        );
+        put("layout", fields.as_ref().map(Stat::layout));
+        for (item, name) in [
+            ("umask", "Umask"),
+            ("ignored-signals", "SigIgn"),
+            ("caught-signals", "SigCgt"),
+            ("pending-signals", "ShdPnd"),
+        ] {
+            put(
+                item,
+                field(status, name).map(|mask| if item == "pending-signals" { pending(mask) } else { mask.to_owned() }),
+            );
+        }
+        put("limits", self.limits.as_deref().map(limits));
+        put("timers", self.timers.as_deref().filter(|text| !text.is_empty()).map(|text| timers(text, pids)));
+        for (item, text) in self.lines {
+            put(item, text.map(|text| text.trim().to_owned()));
+        }
+        for (item, target) in self.links {
+            put(item, target);
+        }
+        let name = leader.name();
+        let mut threads: Vec<record::Thread> = self.threads.into_iter().filter_map(thread::Raw::record).collect();
+        threads.sort_unstable_by_key(|thread| thread.tid);
+        let descriptors = self.descriptors.into_iter().map(|raw| raw.record(self.pid, pids, identity)).collect();
+        Some(record::Process { pid, name, items, threads, descriptors, mappings: mappings::of(&self.maps) })
+    }
+}
+
+/// The words of /proc/PID/stat behind the name, which may have any characters (proc_pid_stat(5)).
+struct Stat<'a>(Vec<&'a str>);
+
+impl Stat<'_> {
+    fn of(stat: &str) -> Option<Stat<'_>> {
+        let (_, rest) = stat.rsplit_once(')')?;
+        Some(Stat(rest.split_whitespace().collect()))
+    }
+
+    /// A field by its number in the manual page: the state is 3.
+    fn word(&self, number: usize) -> Option<&str> {
+        self.0.get(number.checked_sub(3)?).copied()
+    }
+
+    fn number(&self, number: usize) -> Option<i64> {
+        self.word(number)?.parse().ok()
+    }
+
+    fn parent(&self) -> Option<i32> {
+        self.word(4)?.parse().ok()
+    }
+
+    /// The addresses of program, stack, heap, arguments and environment.
+    fn layout(&self) -> String {
+        let fields = (26..=28).chain(45..=51);
+        fields.filter_map(|number| self.word(number)).collect::<Vec<_>>().join(" ")
+    }
+}
+
+/// Signals that wait, without SIGSTOP: with that CRIU stops a process again that was stopped.
+pub(super) fn pending(mask: &str) -> String {
+    const STOP: u64 = 1 << (libc::SIGSTOP - 1);
+    u64::from_str_radix(mask, 16).map_or_else(|_| mask.to_owned(), |mask| format!("{:016x}", mask & !STOP))
+}
+
+/// A line for each limit: its name, the soft one, the hard one.
+fn limits(text: &str) -> String {
+    let lines = text.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "));
+    lines.collect::<Vec<_>>().join("\n")
+}
+
+/// The table of timers, with the ids that the job sees. A timer's signal value is an address in the process.
+fn timers(text: &str, pids: &Pids) -> String {
+    let line = |line: &str| match line.rsplit_once('.').filter(|_| line.starts_with("notify:")) {
+        Some((before, id)) => match id.trim().parse() {
+            Ok(id) => format!("{before}.{}", pids.inner(id)),
+            Err(_) => line.to_owned(),
+        },
+        None => line.to_owned(),
+    };
+    text.lines().map(line).collect::<Vec<_>>().join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_with_brackets_and_blanks_does_not_move_the_fields() {
+        let words: Vec<String> = (3..=52).map(|number| number.to_string()).collect();
+        let stat = format!("7 (a) b ) {}", words.join(" "));
+        let stat = Stat::of(&stat).unwrap();
+        assert_eq!((stat.parent(), stat.number(22), stat.number(52)), (Some(4), Some(22), Some(52)));
+        assert_eq!(stat.layout(), "26 27 28 45 46 47 48 49 50 51");
+        assert!(Stat::of("no process").is_none());
+    }
+
+    #[test]
+    fn timers_name_the_threads_that_the_job_sees() {
+        let text = "ID: 0\nsignal: 34/00007f0000000000\nnotify: signal/tid.4711\nClockID: 1\n";
+        let pids = Pids([(4711, 1003)].into());
+        assert_eq!(timers(text, &pids), "ID: 0\nsignal: 34/00007f0000000000\nnotify: signal/tid.1003\nClockID: 1");
+        assert!(timers(text, &Pids(BTreeMap::new())).contains("tid.outside"), "its thread has ended");
+    }
+}

@@ -1,0 +1,167 @@
+//! A socket: what it is, its addresses, what waits in it, its options.
+
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+
+use nix::sys::socket::{SockaddrLike, SockaddrStorage, getpeername, getsockname};
+use rekindle_os::{attributes, sockopt};
+
+use super::Pids;
+use crate::record::Items;
+use crate::table::{Level, OPTIONS, SocketOption};
+
+/// What was read.
+#[derive(Debug)]
+pub(super) struct Raw {
+    family: i32,
+    kind: i32,
+    protocol: i32,
+    listens: bool,
+    state: Option<u8>,
+    address: Option<String>,
+    peer: Option<String>,
+    peer_user: Option<(u32, u32)>,
+    readable: Option<i32>,
+    congestion: Option<String>,
+    device: Option<String>,
+    options: Vec<(&'static SocketOption, Vec<u8>)>,
+}
+
+/// The state of a connection is the first byte of `TCP_INFO` (linux/tcp.h).
+const CLOSED: u8 = 7;
+
+impl Raw {
+    pub(super) fn read(socket: &OwnedFd) -> Raw {
+        let number = |name| int(socket, libc::SOL_SOCKET, name).unwrap_or(-1);
+        let (family, kind, protocol) = (number(libc::SO_DOMAIN), number(libc::SO_TYPE), number(libc::SO_PROTOCOL));
+        let listens = number(libc::SO_ACCEPTCONN) == 1;
+        let is_ip = matches!(family, libc::AF_INET | libc::AF_INET6);
+        let is_tcp = is_ip && protocol == libc::IPPROTO_TCP;
+        let levels = [
+            (Level::Socket, true),
+            (Level::Ip, is_ip),
+            (Level::Ipv6, family == libc::AF_INET6),
+            (Level::Tcp, is_tcp),
+            (Level::Udp, is_ip && protocol == libc::IPPROTO_UDP),
+        ];
+        let asked = |option: &&SocketOption| levels.contains(&(option.level, true));
+        let options = OPTIONS.iter().filter(asked).filter_map(|option| Some((option, value(socket, option)?)));
+        Raw {
+            family,
+            kind,
+            protocol,
+            listens,
+            state: is_tcp.then(|| tcp_state(socket)).flatten(),
+            address: address(getsockname::<SockaddrStorage>(socket.as_raw_fd())),
+            peer: address(getpeername::<SockaddrStorage>(socket.as_raw_fd())),
+            peer_user: (family == libc::AF_UNIX).then(|| peer_user(socket)).flatten(),
+            readable: (!listens).then(|| attributes::length(socket, libc::FIONREAD).ok()).flatten(),
+            congestion: is_tcp.then(|| string(socket, libc::IPPROTO_TCP, libc::TCP_CONGESTION)).flatten(),
+            device: is_ip.then(|| string(socket, libc::SOL_SOCKET, libc::SO_BINDTODEVICE)).flatten(),
+            options: options.collect(),
+        }
+    }
+
+    pub(super) fn items(self, _pids: &Pids, items: &mut Items) {
+        let mut put = |item: &str, value: String| {
+            items.insert(item.to_owned(), value);
+        };
+        put("family", self.family.to_string());
+        put("type", self.kind.to_string());
+        put("protocol", self.protocol.to_string());
+        let state = match self.state {
+            _ if self.listens => "listens",
+            Some(CLOSED) => "closed",
+            _ if self.peer.is_some() => "connected",
+            _ => "not connected",
+        };
+        put("state", state.to_owned());
+        let peer_user = self.peer_user.map(|(uid, gid)| format!("uid {uid} gid {gid}"));
+        let is_udp = self.protocol == libc::IPPROTO_UDP;
+        for (item, value) in [
+            ("address", self.address),
+            ("peer", self.peer),
+            ("peer-user", peer_user),
+            (if is_udp { "datagrams" } else { "readable" }, self.readable.map(|length| length.to_string())),
+            ("congestion", self.congestion),
+            ("device", self.device.filter(|device| !device.is_empty())),
+        ] {
+            if let Some(value) = value {
+                put(item, value);
+            }
+        }
+        let is_tcp = self.state.is_some();
+        // An accepted connection has the hops of the first packet there, and nobody may set it (net/ipv4/tcp.c).
+        let is_of_the_kernel = |option: &SocketOption| is_tcp && option.name.contains("_MULTICAST_");
+        for (option, value) in self.options {
+            if !is_of_the_kernel(option) {
+                put(option.name, text(&value));
+            }
+        }
+    }
+}
+
+/// The bytes of an option as the numbers in it.
+fn text(value: &[u8]) -> String {
+    let numbers = match value.len() {
+        8 | 16 => {
+            value.chunks_exact(8).map(|bytes| u64::from_ne_bytes(bytes.try_into().unwrap_or_default()).to_string())
+        }
+        _ => return value.first_chunk().map_or_else(String::new, |bytes| i32::from_ne_bytes(*bytes).to_string()),
+    };
+    numbers.collect::<Vec<_>>().join(" ")
+}
+
+fn value(socket: &impl AsFd, option: &SocketOption) -> Option<Vec<u8>> {
+    let mut value = vec![0; option.shape.bytes()];
+    let length = sockopt::get(socket, option.level.number(), option.number, &mut value).ok()?;
+    value.truncate(length);
+    // Some have one byte, if one is asked for or not.
+    if length < 4 {
+        value.resize(4, 0);
+    }
+    Some(value)
+}
+
+fn int(socket: &impl AsFd, level: i32, name: i32) -> Option<i32> {
+    let mut value = [0; 4];
+    sockopt::get(socket, level, name, &mut value).ok()?;
+    Some(i32::from_ne_bytes(value))
+}
+
+fn string(socket: &impl AsFd, level: i32, name: i32) -> Option<String> {
+    let mut value = [0; 64];
+    let length = sockopt::get(socket, level, name, &mut value).ok()?;
+    let text = value.get(..length)?.split(|byte| *byte == 0).next()?;
+    Some(String::from_utf8_lossy(text).into_owned())
+}
+
+fn tcp_state(socket: &impl AsFd) -> Option<u8> {
+    let mut value = [0; 8];
+    sockopt::get(socket, libc::IPPROTO_TCP, libc::TCP_INFO, &mut value).ok()?;
+    value.first().copied()
+}
+
+/// User and group at the other end.
+fn peer_user(socket: &impl AsFd) -> Option<(u32, u32)> {
+    let mut value = [0; 12];
+    sockopt::get(socket, libc::SOL_SOCKET, libc::SO_PEERCRED, &mut value).ok()?;
+    let number = |at: usize| Some(u32::from_ne_bytes(value.get(at..at + 4)?.try_into().ok()?));
+    // Nobody: there is no other end.
+    Some((number(4)?, number(8)?)).filter(|(uid, _)| *uid != u32::MAX)
+}
+
+fn address(found: nix::Result<SockaddrStorage>) -> Option<String> {
+    let found = found.ok()?;
+    let text = match found.family()? {
+        nix::sys::socket::AddressFamily::Unix => {
+            let unix = found.as_unix_addr()?;
+            match (unix.path(), unix.as_abstract()) {
+                (Some(path), _) => path.display().to_string(),
+                (None, Some(name)) => format!("@{}", String::from_utf8_lossy(name)),
+                (None, None) => return None,
+            }
+        }
+        _ => found.to_string(),
+    };
+    Some(text)
+}

@@ -1,0 +1,209 @@
+//! What another thread or descriptor has, and only a system call tells: scheduling, I/O priority, robust list, the owner of
+//! a descriptor, the size of a pipe, the length of queues.
+#![allow(unsafe_code, reason = "system calls that the libraries do not have; each block says why it is sound")]
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+
+/// The scheduling of a thread (sched_getattr(2)).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Scheduling {
+    /// The policy: `SCHED_OTHER` and so on.
+    pub policy: u32,
+    /// Flags: `SCHED_FLAG_RESET_ON_FORK` and so on.
+    pub flags: u64,
+    /// The nice value.
+    pub nice: i32,
+    /// The static priority of a real-time policy.
+    pub priority: u32,
+}
+
+/// The scheduling of a thread.
+///
+/// # Errors
+/// When it is gone (ESRCH).
+pub fn scheduling(thread: i32) -> io::Result<Scheduling> {
+    // SAFETY: all zeros are a valid value of these numbers.
+    let mut attributes: libc::sched_attr = unsafe { std::mem::zeroed() };
+    // SAFETY: the buffer is a live local of the size that is given.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_sched_getattr,
+            libc::c_long::from(thread),
+            &raw mut attributes,
+            size_of::<libc::sched_attr>(),
+            0_usize,
+        )
+    };
+    if result != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(Scheduling {
+        policy: attributes.sched_policy,
+        flags: attributes.sched_flags,
+        nice: attributes.sched_nice,
+        priority: attributes.sched_priority,
+    })
+}
+
+/// `IOPRIO_WHO_PROCESS` of linux/ioprio.h: one thread.
+const ONE_THREAD: libc::c_long = 1;
+
+/// The I/O priority of a thread, as ioprio_get(2) returns it: the class above bit 13, and the level.
+///
+/// # Errors
+/// When it is gone (ESRCH).
+pub fn io_priority(thread: i32) -> io::Result<u16> {
+    // SAFETY: a system call on numbers.
+    let result = unsafe { libc::syscall(libc::SYS_ioprio_get, ONE_THREAD, libc::c_long::from(thread)) };
+    u16::try_from(result).map_err(|_| io::Error::last_os_error())
+}
+
+/// Sets it.
+///
+/// # Errors
+/// When the thread is gone (ESRCH), the value is none (EINVAL), or a right is missing (EPERM).
+pub fn set_io_priority(thread: i32, priority: u16) -> io::Result<()> {
+    let (thread, priority) = (libc::c_long::from(thread), libc::c_long::from(priority));
+    // SAFETY: a system call on numbers.
+    match unsafe { libc::syscall(libc::SYS_ioprio_set, ONE_THREAD, thread, priority) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// The address of the robust list of a thread (get_robust_list(2)): the locks that the kernel releases when it dies.
+///
+/// # Errors
+/// When it is gone (ESRCH), or we may not trace it (EPERM).
+pub fn robust_list(thread: i32) -> io::Result<usize> {
+    let (mut head, mut length) = (0_usize, 0_usize);
+    // SAFETY: both are live locals that the kernel fills.
+    let result =
+        unsafe { libc::syscall(libc::SYS_get_robust_list, libc::c_long::from(thread), &raw mut head, &raw mut length) };
+    if result == 0 { Ok(head) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Who gets the signals of a descriptor (fcntl(2), `F_GETOWN_EX`): the kind (`F_OWNER_TID`, ...) and the id, as we see it.
+/// An id of 0 is nobody.
+///
+/// # Errors
+/// The kernel's.
+pub fn owner(descriptor: &impl AsFd) -> io::Result<(i32, i32)> {
+    #[repr(C)]
+    struct Owner {
+        kind: libc::c_int,
+        id: libc::pid_t,
+    }
+    /// `F_GETOWN_EX` of asm-generic/fcntl.h, which libc does not have.
+    const GET_OWNER: libc::c_int = 16;
+    let mut owner = Owner { kind: 0, id: 0 };
+    // SAFETY: the kernel fills a live local of the size that it expects.
+    match unsafe { libc::fcntl(descriptor.as_fd().as_raw_fd(), GET_OWNER, &raw mut owner) } {
+        0 => Ok((owner.kind, owner.id)),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// A number that fcntl(2) returns: `F_GETSIG`, `F_GETPIPE_SZ`, `F_GET_SEALS`.
+///
+/// # Errors
+/// When the descriptor has no such number (EINVAL, EBADF).
+pub fn number(descriptor: &impl AsFd, command: i32) -> io::Result<i32> {
+    // SAFETY: these commands have no argument.
+    match unsafe { libc::fcntl(descriptor.as_fd().as_raw_fd(), command) } {
+        -1 => Err(io::Error::last_os_error()),
+        number => Ok(number),
+    }
+}
+
+/// Sets a number by fcntl(2): `F_SETSIG`, `F_SETPIPE_SZ`, `F_ADD_SEALS`.
+///
+/// # Errors
+/// The kernel's.
+pub fn set_number(descriptor: &impl AsFd, command: i32, number: i32) -> io::Result<()> {
+    // SAFETY: these commands have a number as argument.
+    match unsafe { libc::fcntl(descriptor.as_fd().as_raw_fd(), command, number) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}
+
+/// A length that ioctl(2) tells: `FIONREAD`, `TIOCOUTQ`.
+///
+/// # Errors
+/// When the descriptor has no such queue.
+pub fn length(descriptor: &impl AsFd, request: libc::Ioctl) -> io::Result<i32> {
+    let mut length: libc::c_int = 0;
+    // SAFETY: these requests fill an int, which is a live local.
+    match unsafe { libc::ioctl(descriptor.as_fd().as_raw_fd(), request, &raw mut length) } {
+        0 => Ok(length),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// The settings of a terminal, as hexadecimal digits of the kernel's structure (`TCGETS2`): modes, control characters,
+/// speeds.
+///
+/// # Errors
+/// When it is no terminal (ENOTTY).
+pub fn terminal_settings(descriptor: &impl AsFd) -> io::Result<String> {
+    // SAFETY: all zeros are a valid value of these numbers.
+    let mut settings: libc::termios2 = unsafe { std::mem::zeroed() };
+    // SAFETY: the request fills such a structure, which is a live local.
+    match unsafe { libc::ioctl(descriptor.as_fd().as_raw_fd(), libc::TCGETS2, &raw mut settings) } {
+        0 => {}
+        _ => return Err(io::Error::last_os_error()),
+    }
+    let flags = [settings.c_iflag, settings.c_oflag, settings.c_cflag, settings.c_lflag];
+    let speeds = [settings.c_ispeed, settings.c_ospeed];
+    let numbers = flags.iter().chain(&speeds).map(|number| format!("{number:x}"));
+    let characters = settings.c_cc.iter().map(|character| format!("{character:02x}")).collect::<String>();
+    let all: Vec<String> = numbers.chain([settings.c_line.to_string(), characters]).collect();
+    Ok(all.join(" "))
+}
+
+/// Rows and columns of a terminal's window.
+///
+/// # Errors
+/// When it is no terminal (ENOTTY).
+pub fn window(descriptor: &impl AsFd) -> io::Result<String> {
+    let mut size = libc::winsize { ws_row: 0, ws_col: 0, ws_xpixel: 0, ws_ypixel: 0 };
+    // SAFETY: the request fills such a structure, which is a live local.
+    match unsafe { libc::ioctl(descriptor.as_fd().as_raw_fd(), libc::TIOCGWINSZ, &raw mut size) } {
+        0 => Ok(format!("{} {}", size.ws_row, size.ws_col)),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_has_what_it_was_given() {
+        // A thread of its own: others must not change.
+        let set = std::thread::spawn(|| {
+            let own = rustix::thread::gettid().as_raw_nonzero().get();
+            set_io_priority(own, 3 << 13).unwrap();
+            assert_eq!(io_priority(own).unwrap(), 3 << 13);
+            assert_eq!(scheduling(own).unwrap().policy, 0);
+            assert_ne!(robust_list(own).unwrap(), 0, "the C library gives each thread one");
+        });
+        set.join().unwrap();
+        assert_eq!(scheduling(i32::MAX).unwrap_err().raw_os_error(), Some(libc::ESRCH));
+        assert_eq!(io_priority(i32::MAX).unwrap_err().raw_os_error(), Some(libc::ESRCH));
+    }
+
+    #[test]
+    fn a_pipe_has_a_size_a_length_and_an_owner() {
+        let (reader, writer) = std::io::pipe().unwrap();
+        set_number(&writer, libc::F_SETPIPE_SZ, 8192).unwrap();
+        assert_eq!(number(&reader, libc::F_GETPIPE_SZ).unwrap(), 8192);
+        assert_eq!(length(&reader, libc::FIONREAD).unwrap(), 0);
+        io::Write::write_all(&mut &writer, b"abc").unwrap();
+        assert_eq!(length(&reader, libc::FIONREAD).unwrap(), 3);
+        assert_eq!(owner(&reader).unwrap().1, 0);
+        assert_eq!(number(&reader, libc::F_GET_SEALS).unwrap_err().raw_os_error(), Some(libc::EINVAL));
+    }
+}

@@ -1,0 +1,47 @@
+//! Whether two descriptors, also of different processes, are the same open file description (kcmp(2), `KCMP_FILE`).
+#![allow(unsafe_code, reason = "a system call that the libraries do not have; the block says why it is sound")]
+
+use std::cmp::Ordering;
+use std::io;
+
+/// `KCMP_FILE` of linux/kcmp.h.
+const FILE: libc::c_long = 0;
+
+/// Compares the open file descriptions of two descriptors, each given with its process. The kernel's order means nothing
+/// but is the same in each call, so lists can be sorted by it.
+///
+/// # Errors
+/// When a process or descriptor is gone, we may not trace a process, or the kernel has no kcmp(2).
+pub fn compare(one: (i32, i32), other: (i32, i32)) -> io::Result<Ordering> {
+    let numbers = [one.0, other.0, one.1, other.1].map(libc::c_long::from);
+    let [pid, other_pid, fd, other_fd] = numbers;
+    // SAFETY: a system call on numbers.
+    match unsafe { libc::syscall(libc::SYS_kcmp, pid, other_pid, FILE, fd, other_fd) } {
+        0 => Ok(Ordering::Equal),
+        1 => Ok(Ordering::Less),
+        2 => Ok(Ordering::Greater),
+        -1 => Err(io::Error::last_os_error()),
+        _ => Err(io::ErrorKind::Unsupported.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::fd::AsRawFd;
+
+    use super::*;
+
+    #[test]
+    fn a_duplicate_is_the_same_and_another_opening_is_not() {
+        let own = std::process::id().cast_signed();
+        let file = File::open("/proc/self/stat").unwrap();
+        let (twice, other) = (file.try_clone().unwrap(), File::open("/proc/self/stat").unwrap());
+        let number = |file: &File| (own, file.as_raw_fd());
+        assert_eq!(compare(number(&file), number(&twice)).unwrap(), Ordering::Equal);
+        let order = compare(number(&file), number(&other)).unwrap();
+        assert_ne!(order, Ordering::Equal);
+        assert_eq!(compare(number(&other), number(&twice)).unwrap(), order.reverse());
+        assert!(compare(number(&file), (own, -1)).is_err());
+    }
+}
