@@ -17,6 +17,7 @@ mod sockets;
 mod streams;
 mod timers;
 mod unnamed;
+mod without_memory;
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -33,7 +34,7 @@ pub use descriptors::{UnixListener, descriptors, unix_listeners};
 pub use devices::{Replaced, without_devices};
 pub use links::{Holder, LinkRemap, link_remaps, rename_link_remaps};
 pub use locks::{LostLock, LostLocks, lost_locks};
-pub use mappings::{correct_access, scarce, written_by_mappings};
+pub use mappings::{correct_access, locked, scarce, written_by_mappings};
 pub use memfds::memfd_names;
 pub use peers::{Dangling, dangling_sockets};
 pub use queues::{Queues, Stuck, keep_in_flight};
@@ -41,6 +42,7 @@ pub use sockets::{TcpSocket, close_connections, close_connections_outwards, tcp_
 pub use streams::{Behind, behind, complete};
 pub use timers::restart_timers;
 pub use unnamed::{Known, Unnamed, UnnamedFiles};
+pub use without_memory::without_memory;
 
 use rekindle_os::beneath::Beneath;
 

@@ -57,6 +57,22 @@ pub fn scarce(dir: &Beneath) -> Result<Option<&'static str>, Error> {
     Ok(None)
 }
 
+/// Bytes of memory that the processes have locked (mlock(2)): it is there as soon as the mappings are made.
+///
+/// # Errors
+/// When an image file is missing or damaged.
+pub fn locked(dir: &Beneath) -> Result<u64, Error> {
+    let mut bytes = 0_u64;
+    for (_, path) in images(dir, "mm-")? {
+        let entries: Vec<MmEntry> = Records::open(path, MM)?.all()?;
+        let locked = entries.iter().flat_map(|entry| &entry.vmas);
+        for vma in locked.filter(|vma| vma.flags & libc::MAP_LOCKED.cast_unsigned() != 0) {
+            bytes = bytes.saturating_add(vma.end.saturating_sub(vma.start));
+        }
+    }
+    Ok(bytes)
+}
+
 /// Makes CRIU open files for writing if a mapping of them is writable. CRIU 4.2 takes the access mode from the mode of
 /// the link in /proc/PID/map_files, and the kernel keeps the link of an earlier mapping of the same addresses with the
 /// mode that it had: a restore would fail with "Can't restore 0x... mapping". Returns how many mappings were corrected.
@@ -166,8 +182,14 @@ mod tests {
             mapping(3, 1 | FILE_SHARED, read, libc::O_RDWR),
             mapping(2, 1 | 1 << 6, write_too, libc::O_RDONLY),
             mapping(2, 1 | FILE_SHARED | MEMFD, write_too, libc::O_RDONLY),
+            VmaEntry {
+                flags: 2 | libc::MAP_LOCKED.cast_unsigned(),
+                end: 0x4000,
+                ..mapping(0, 1 | 1 << 9, write_too, 0)
+            },
         ];
         write(&dir.path().join("mm-7.img"), MM, &[MmEntry { vmas: vmas.clone(), ..MmEntry::default() }]);
+        assert_eq!(locked(&beneath(dir.path())).unwrap(), 0x3000);
         let written = written_by_mappings(&beneath(dir.path())).unwrap();
         assert_eq!(written, [Path::new("/tmp/both"), Path::new("/tmp/stale")]);
         assert_eq!(correct_access(&beneath(dir.path())).unwrap(), 1);
