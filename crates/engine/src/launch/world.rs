@@ -392,7 +392,8 @@ fn thaw(root: &Child) {
     }
 }
 
-fn kill_tree(root: i32) {
+/// Kills a process and all below it.
+pub(crate) fn kill_tree(root: i32) {
     for pid in process::tree(root) {
         let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL);
     }

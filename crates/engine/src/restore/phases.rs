@@ -316,8 +316,8 @@ impl Restore<'_> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Until {
     ItRuns,
-    /// Every process is created and none has run; then the restore is cancelled, and all are removed.
-    BeforeItRuns,
+    /// Every process is complete and none has run; then all are killed, and the restore is cancelled.
+    ItWouldRun,
 }
 
 /// Runs CRIU. Returns the root of the restored tree, if it runs, and the processes below it, opened before they ran.
@@ -340,7 +340,13 @@ pub(super) fn run_criu(
         timeout: request.timeout,
     };
     let attempt = Attempt { pids: &manifest.tree.ids, began: since_boot() };
-    let abandon = || world.abandon(attempt);
+    let abandon = || {
+        // Before CRIU, which traces them: whatever a tracer leaves behind runs on.
+        if let Some(root) = world.init().and_then(|init| criu::find_restored(manifest.tree.root, Some(init))) {
+            world::kill_tree(root);
+        }
+        world.abandon(attempt);
+    };
     let died = || died_while_restored(&images);
     let output = request.output.identities()?;
     let unnamed = criu::image::UnnamedFiles::read(&images).map_err(criu::RunError::Image)?;
@@ -357,15 +363,15 @@ pub(super) fn run_criu(
         // At the first moment all processes exist and still have our rights, so the user cannot reach them or what they
         // have (CRIU changes the rights after this, `CR_STATE_RESTORE_CREDS`).
         let first = match moment {
-            Notify::PostRestore(_) if until == Until::BeforeItRuns => {
-                rehearsed = true;
-                return Err("this was a rehearsal".into());
-            }
             Notify::PostRestore(_) => true,
             Notify::PreResume => false,
             _ => return Ok(()),
         };
         let root = criu::find_restored(manifest.tree.root, world.init()).ok_or("the restored tree cannot be found")?;
+        if !first && until == Until::ItWouldRun {
+            // If CRIU or we are killed before they are, they do not run either.
+            process::tree(root).into_iter().for_each(|pid| drop(ptrace::stop_when_let_go(pid)));
+        }
         let checked = match first {
             true => access::check_before_it_is_reached(root, &wanted, &descriptors),
             false => access::check(root, &wanted),
@@ -385,9 +391,17 @@ pub(super) fn run_criu(
             return Err(why);
         }
         listeners::own(root, &unix_listeners, request.identity);
-        locks::hold(root, lost_locks);
-        groups::put_back::put_back(root, manifest, request.identity);
+        if until == Until::ItRuns {
+            locks::hold(root, lost_locks);
+            // In a rehearsal the running job is in them.
+            groups::put_back::put_back(root, manifest, request.identity);
+        }
         affinity::put_back(root, manifest);
+        // All tasks are complete here, in a rehearsal, too.
+        if until == Until::ItWouldRun {
+            rehearsed = true;
+            return Err("this was a rehearsal".into());
+        }
         open = Watched::below(root);
         // CRIU would send the signal only after it has resumed the tasks: until then a thread could read memory that is
         // not restored yet, or be stopped while it has a lock of the driver.

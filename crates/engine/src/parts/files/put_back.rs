@@ -13,11 +13,13 @@
 //! change somebody else's file. A job may also have files in folders of other users. So no link of theirs is followed,
 //! and no file of theirs is accepted in place of the file at the snapshot (`place`).
 
+mod stand_in;
+
 use std::collections::HashMap;
 use std::fs::{File, Metadata, OpenOptions, Permissions};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
@@ -35,6 +37,8 @@ use rekindle_os::beneath::Beneath;
 use rekindle_os::identity;
 use rekindle_store::manifest::{Fifo, Folder, OpenFile, Owner, SavedLink, Stamp};
 use rekindle_store::{Image, JobFolder, Manifest};
+
+pub(crate) use stand_in::stand_in;
 
 /// `restart.changed-files`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
