@@ -10,6 +10,7 @@ use chrono::Utc;
 use super::destination::Destination;
 use super::finding::Finding;
 use super::memory;
+use super::rehearse::Kinds;
 use super::remarks::Repeats;
 use super::signals::STOPS;
 use super::state::{Event, Finish, Harm, State};
@@ -146,7 +147,7 @@ impl Owner<'_> {
                 self.clients.job_api.snapshot_ends(None);
                 self.group_snapped(taken.image.id);
                 self.persist(taken.image);
-                self.checks.rehearsals.image_taken(Instant::now());
+                self.checks.rehearsals.image_taken(Kinds::new(), Instant::now());
                 Event::SnapshotTaken { freeze: taken.freeze }
             }
             Err(error) => {

@@ -1,10 +1,12 @@
 //! Rehearses restores beside the running job, so that an image that cannot be restored is noticed before it is needed.
 //!
-//! The first soon after the job's first image, then every `snapshot.rehearse`. Only images in memory are tried: those
-//! in the store are the same, with hashes. A rehearsal is a separate process ([`rekindle_engine::restore::rehearsal`]),
+//! The first image of a run is rehearsed at once, then one every `snapshot.rehearse`, and one whenever the kinds of
+//! objects in the image differ from those of the last that was tried. Only images in memory are tried: those in the store
+//! are the same, with hashes. A rehearsal is a separate process ([`rekindle_engine::restore::rehearsal`]),
 //! which is ended as soon as the job does anything but run. It changes nothing and marks nothing: it is not a real
 //! restore, and does not prove that an image is bad. Its result is reported in the log, as an event and to hooks.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};
 use std::os::fd::OwnedFd;
@@ -22,8 +24,8 @@ use rekindle_engine::restore::rehearsal::{Outcome, Script};
 use rekindle_os::spawn::Spawn;
 use rekindle_store::{ImageId, Place};
 
-/// Time from the first image to the first rehearsal: the job's start is over by then.
-const FIRST: Duration = Duration::from_secs(60);
+/// Pause before another look if a rehearsal is due while the job does not just run.
+const BUSY: Duration = Duration::from_secs(10);
 /// Pause before another try if a rehearsal was impossible.
 const AGAIN: Duration = Duration::from_secs(600);
 /// Pause before an image that was refused is tried again: the cause may be gone by then.
@@ -32,6 +34,9 @@ const SECOND_LOOK: Duration = Duration::from_secs(60);
 const BESIDES: Duration = Duration::from_secs(60);
 /// How often to check whether the rehearsal is over.
 const LOOK: Duration = Duration::from_millis(20);
+
+/// The names of the kinds of objects in an image: what a rehearsal of one image says holds for others of the same kinds.
+pub(super) type Kinds = BTreeSet<String>;
 
 /// The schedule of rehearsals.
 #[derive(Debug)]
@@ -42,8 +47,43 @@ pub(super) struct Rehearsals {
     due: Option<Instant>,
     /// Set to cancel the present one.
     under_way: Option<Arc<AtomicBool>>,
-    /// The last image was refused, and will be tried again.
-    refused: bool,
+    /// The kinds of objects in the newest image, and in the last one that was tried.
+    newest: Kinds,
+    tried: Kinds,
+    refusals: Refusals,
+}
+
+/// The refusals since an image was last restored.
+#[derive(Debug, Default)]
+struct Refusals {
+    /// The text of the last one, if its image will be tried again.
+    once: Option<String>,
+    /// What was told, and the forms of all texts of that failure.
+    told: Option<(String, BTreeSet<String>)>,
+}
+
+impl Refusals {
+    /// The finding about one more. CRIU's words for one failure can differ from one try to the next; it is told with the
+    /// same words each time.
+    fn add(&mut self, why: String) -> Finding {
+        let Some(first) = self.once.take() else {
+            self.once = Some(why.clone());
+            return Finding::RefusedOnce { why };
+        };
+        let forms = BTreeSet::from([form(&first), form(&why)]);
+        let (words, known) = match self.told.take() {
+            Some((words, known)) if !known.is_disjoint(&forms) => (words, &known | &forms),
+            _ => (first, forms),
+        };
+        self.told = Some((words.clone(), known));
+        Finding::Refused { why: words }
+    }
+}
+
+/// A text without what differs each time: addresses, pids, and the numbers of images and slots.
+fn form(why: &str) -> String {
+    let words = why.split(|c: char| !c.is_alphanumeric()).filter(|word| !word.contains(|c: char| c.is_ascii_digit()));
+    words.filter(|word| !word.is_empty()).collect::<Vec<_>>().join(" ")
 }
 
 /// The result of a rehearsal.
@@ -64,13 +104,16 @@ pub(super) enum Finding {
 impl Rehearsals {
     /// `every` is `snapshot.rehearse`; `None` turns rehearsals off.
     pub(super) fn new(every: Option<Duration>) -> Rehearsals {
-        Rehearsals { every, due: None, under_way: None, refused: false }
+        let (newest, tried, refusals) = (Kinds::new(), Kinds::new(), Refusals::default());
+        Rehearsals { every, due: None, under_way: None, newest, tried, refusals }
     }
 
-    /// An image was taken.
-    pub(super) fn image_taken(&mut self, now: Instant) {
-        if let (Some(every), None) = (self.every, self.due) {
-            self.due = Some(now + every.min(FIRST));
+    /// An image was taken that has these kinds of objects.
+    pub(super) fn image_taken(&mut self, kinds: Kinds, now: Instant) {
+        self.newest = kinds;
+        // If one is under way, `ends` looks again.
+        if self.every.is_some() && self.under_way.is_none() && (self.due.is_none() || self.newest != self.tried) {
+            self.due = Some(now);
         }
     }
 
@@ -89,15 +132,16 @@ impl Rehearsals {
         }
         if !quiet {
             // A time in the past would wake the owner again and again.
-            self.due = Some(now + self.every.unwrap_or(FIRST).min(FIRST));
+            self.due = Some(now + self.every.unwrap_or(BUSY).min(BUSY));
             return false;
         }
         self.due = Some(now + AGAIN);
         true
     }
 
-    /// A rehearsal begins. Setting the returned flag cancels it.
+    /// A rehearsal of the newest image begins. Setting the returned flag cancels it.
     pub(super) fn begins(&mut self) -> Arc<AtomicBool> {
+        self.tried.clone_from(&self.newest);
         Arc::clone(self.under_way.insert(Arc::default()))
     }
 
@@ -108,26 +152,23 @@ impl Rehearsals {
         let (wait, finding) = match outcome {
             _ if called_off => (AGAIN.min(every), Finding::Nothing),
             Outcome::Restored { took } => {
-                self.refused = false;
+                self.refusals = Refusals::default();
                 (every, Finding::Restored { took })
             }
             // A later image was being written to its place.
             Outcome::Refused { .. } if !is_there() => (AGAIN.min(every), Finding::Nothing),
-            Outcome::Refused { why } if !self.refused => {
-                self.refused = true;
-                (SECOND_LOOK.min(every), Finding::RefusedOnce { why })
-            }
-            Outcome::Refused { why } => {
-                self.refused = false;
-                (every, Finding::Refused { why })
-            }
+            Outcome::Refused { why } => match self.refusals.add(why) {
+                once @ Finding::RefusedOnce { .. } => (SECOND_LOOK.min(every), once),
+                twice => (every, twice),
+            },
             Outcome::NotTried { why } => (AGAIN.min(every), Finding::NotTried { why }),
         };
-        self.due = Some(now + wait);
+        // An image with other kinds was taken meanwhile.
+        self.due = Some(if self.newest == self.tried { now + wait } else { now });
         finding
     }
 
-    /// Cancels the rehearsal in progress, if any: if memory is short, it uses as much as the job. Returns whether there
+    /// Cancels the rehearsal in progress, if any: if memory is short, what it uses is free at once. Returns whether there
     /// was one.
     pub(super) fn call_off(&self) -> bool {
         self.under_way.iter().for_each(|cancel| cancel.store(true, Ordering::Relaxed));
@@ -268,24 +309,52 @@ mod tests {
         Outcome::Refused { why: "a port".into() }
     }
 
+    fn kinds(names: &[&str]) -> Kinds {
+        names.iter().map(|name| (*name).to_owned()).collect()
+    }
+
     #[test]
-    fn the_first_comes_soon_after_the_first_image_and_none_where_none_is_wanted() {
+    fn the_first_image_is_rehearsed_at_once_and_none_where_none_is_wanted() {
         let now = Instant::now();
         let running = State::Running(life(now));
         let mut off = Rehearsals::new(None);
-        off.image_taken(now);
+        off.image_taken(kinds(&["pipe"]), now);
         assert_eq!(off.next_wake(), None);
         let mut rehearsals = Rehearsals::new(Some(HOUR));
         assert!(!rehearsals.check(&running, false, now + HOUR), "there is no image");
-        rehearsals.image_taken(now);
-        rehearsals.image_taken(now + FIRST / 2);
-        assert_eq!(rehearsals.next_wake(), Some(now + FIRST));
-        assert!(!rehearsals.check(&running, false, now) && rehearsals.check(&running, false, now + FIRST));
-        assert_eq!(rehearsals.next_wake(), Some(now + FIRST + AGAIN), "where no image is in memory");
+        rehearsals.image_taken(Kinds::new(), now);
+        rehearsals.image_taken(Kinds::new(), now + BUSY);
+        assert_eq!(rehearsals.next_wake(), Some(now));
+        assert!(rehearsals.check(&running, false, now));
+        assert_eq!(rehearsals.next_wake(), Some(now + AGAIN), "where no image is in memory");
         rehearsals.begins();
         assert_eq!(rehearsals.next_wake(), None);
         assert_eq!(rehearsals.ends(Outcome::Restored { took: 5 }, || true, now), Finding::Restored { took: 5 });
         assert_eq!(rehearsals.next_wake(), Some(now + HOUR));
+    }
+
+    #[test]
+    fn an_image_with_other_kinds_of_objects_is_rehearsed_at_once() {
+        let now = Instant::now();
+        let later = now + AGAIN / 2;
+        let mut rehearsals = Rehearsals::new(Some(HOUR));
+        rehearsals.image_taken(kinds(&["pipe", "timer"]), now);
+        rehearsals.begins();
+        rehearsals.ends(Outcome::Restored { took: 1 }, || true, now);
+        rehearsals.image_taken(kinds(&["timer", "pipe"]), later);
+        assert_eq!(rehearsals.next_wake(), Some(now + HOUR), "the same kinds");
+        for other in [kinds(&["pipe", "timer", "socket"]), kinds(&["socket"])] {
+            rehearsals.image_taken(other, later);
+            assert_eq!(rehearsals.next_wake(), Some(later));
+            rehearsals.begins();
+            rehearsals.ends(Outcome::NotTried { why: "memory".into() }, || true, later);
+            assert_eq!(rehearsals.next_wake(), Some(later + AGAIN));
+        }
+        rehearsals.begins();
+        rehearsals.image_taken(kinds(&["inotify"]), later);
+        assert_eq!(rehearsals.next_wake(), None, "one is under way");
+        rehearsals.ends(Outcome::Restored { took: 1 }, || true, later);
+        assert_eq!(rehearsals.next_wake(), Some(later));
     }
 
     #[test]
@@ -295,16 +364,15 @@ mod tests {
             (State::Running(life(now)), State::Snapshotting { life: life(now), then: None, ended: None });
         let ending = State::Ending { stop: Ending::Lost, deadline: None, life: life(now) };
         let mut rehearsals = Rehearsals::new(Some(HOUR));
-        rehearsals.image_taken(now);
-        let due = now + FIRST;
-        assert!(!rehearsals.check(&snapshot, false, due), "it waits");
-        assert_eq!(rehearsals.next_wake(), Some(due + FIRST));
-        assert!(!rehearsals.check(&running, true, due + FIRST), "memory is being restored");
-        assert!(rehearsals.check(&running, false, due + FIRST * 2));
+        rehearsals.image_taken(Kinds::new(), now);
+        assert!(!rehearsals.check(&snapshot, false, now), "it waits");
+        assert_eq!(rehearsals.next_wake(), Some(now + BUSY));
+        assert!(!rehearsals.check(&running, true, now + BUSY), "memory is being restored");
+        assert!(rehearsals.check(&running, false, now + BUSY * 2));
         let cancel = rehearsals.begins();
-        rehearsals.check(&snapshot, false, due);
+        rehearsals.check(&snapshot, false, now);
         assert!(!cancel.load(Ordering::Relaxed), "a snapshot does not mind it");
-        rehearsals.check(&ending, false, due);
+        rehearsals.check(&ending, false, now);
         assert!(cancel.load(Ordering::Relaxed));
         assert_eq!(rehearsals.ends(refused(), || true, now), Finding::Nothing);
         assert_eq!(rehearsals.next_wake(), Some(now + AGAIN));
@@ -324,5 +392,26 @@ mod tests {
         assert_eq!(rehearsals.ends(refused(), || true, now), Finding::RefusedOnce { why: why() });
         rehearsals.ends(Outcome::Restored { took: 1 }, || true, now);
         assert_eq!(rehearsals.ends(refused(), || true, now), Finding::RefusedOnce { why: why() });
+    }
+
+    #[test]
+    fn one_failure_is_told_with_the_same_words_each_time() {
+        let now = Instant::now();
+        let mut rehearsals = Rehearsals::new(Some(HOUR));
+        let mut twice = |texts: [&str; 2]| {
+            let mut end = |why: &str| rehearsals.ends(Outcome::Refused { why: why.into() }, || true, now);
+            assert!(matches!(end(texts[0]), Finding::RefusedOnce { .. }));
+            match end(texts[1]) {
+                Finding::Refused { why } => why,
+                other => panic!("{other:?}"),
+            }
+        };
+        let object = |at: &str| format!("cannot unpack object {at} of slots/{}/pagemap.img", at.len() % 2);
+        let (first, second) = (object("0x5555b1c0"), object("0x7f00ea0"));
+        assert_eq!(twice([&first, "the task 7 was killed"]), first);
+        assert_eq!(twice(["the task 12 was killed", &second]), first, "the same two texts in another order");
+        assert_eq!(twice([&second, &second]), first);
+        assert_eq!(twice(["a port is in use", "a port is in use"]), "a port is in use", "another failure");
+        assert_eq!(twice([&second, &second]), second);
     }
 }
