@@ -211,6 +211,120 @@ fn the_user_of_the_job_does_not_get_into_it() {
     run.ends_with(143);
 }
 
+/// It sleeps for a millisecond at a time, and needs no memory but what is in its file. As soon as it finds itself in another
+/// PID namespace, which every restore makes, it changes the domain name of the machine: that is in no namespace of rekindle's.
+const RUNS_ON: &str = r#"
+        .globl _start
+        .data
+buffer: .zero 256
+        .section .rodata
+space:  .asciz "/proc/self/ns/pid"
+pause:  .quad 0, 1000000
+up:     .ascii "up\n"
+name:   .ascii "NAME"
+end:
+        .text
+_start: lea space(%rip), %rdi
+        lea buffer(%rip), %rsi
+        mov $4, %eax
+        syscall
+        mov buffer+8(%rip), %r12
+        mov $1, %edi
+        lea up(%rip), %rsi
+        mov $3, %edx
+        mov $1, %eax
+        syscall
+again:  lea pause(%rip), %rdi
+        xor %esi, %esi
+        mov $35, %eax
+        syscall
+        lea space(%rip), %rdi
+        lea buffer(%rip), %rsi
+        mov $4, %eax
+        syscall
+        mov buffer+8(%rip), %rax
+        cmp %rax, %r12
+        je again
+        mov %rax, %r12
+        lea name(%rip), %rdi
+        mov $(end - name), %esi
+        mov $171, %eax
+        syscall
+        jmp again
+"#;
+
+const DOMAIN: &str = "/proc/sys/kernel/domainname";
+
+/// The machine's domain name, set again at the end.
+struct Domain(String);
+
+impl Drop for Domain {
+    fn drop(&mut self) {
+        let _ = fs::write(DOMAIN, &self.0);
+    }
+}
+
+#[test]
+fn no_instruction_of_a_rehearsed_process_is_executed() {
+    let Some(lab) = lab() else { return };
+    let (source, program) = (lab.file("runs_on.S"), lab.file("runs_on"));
+    let name = format!("rekindle-test-{}", std::process::id());
+    fs::write(&source, RUNS_ON.replace("NAME", &name)).unwrap();
+    let mut cc = std::process::Command::new("cc");
+    cc.args(["-nostdlib", "-static", "-no-pie", "-o"]).args([&program, &source]);
+    assert!(cc.status().unwrap().success());
+    let domain = Domain(fs::read_to_string(DOMAIN).unwrap());
+    let mut run = lab.run([program.to_str().unwrap()]);
+    run.wait_printed("up\n");
+    run.snapshot(&lab);
+    run.wait_for("three rehearsals", || events(&lab, "rehearsed") >= 3);
+    assert_eq!(fs::read_to_string(DOMAIN).unwrap(), domain.0, "it ran in a rehearsal");
+    // The program does what it should.
+    run.crash(&lab);
+    run.wait_for("it runs again", || fs::read_to_string(DOMAIN).unwrap().trim_end() == name);
+    run.signal(Signal::SIGTERM);
+    run.ends_with(143);
+}
+
+const LARGE: &str = "
+import mmap, os, sys, time
+folder = sys.argv[1]
+memory = bytearray(b'x') * (400 << 20)
+shared = mmap.mmap(-1, 100 << 20)
+shared[:] = memory[:100 << 20]
+base = open(folder + '/base', 'w+b')
+base.write(memory[:100 << 20])
+base.flush()
+view = mmap.mmap(base.fileno(), 100 << 20)
+n = 0
+while not os.path.exists(folder + '/finish'):
+    n += 1
+    view[:8] = n.to_bytes(8, 'little')
+    print('n', n, flush=True)
+    time.sleep(0.02)
+assert view[8:] == memory[8:100 << 20] and shared[:] == memory[:100 << 20]
+print('done')
+";
+
+/// It has more memory, and a larger file, than a rehearsal may use.
+#[test]
+fn a_job_is_rehearsed_that_would_not_fit_a_second_time() {
+    const MIB: u64 = 1 << 20;
+    let Some(lab) = lab() else { return };
+    // Twice its memory and its file are used by itself and by its image; half of that is left.
+    let (uses, left) = (600 * 2, 400);
+    let reserve = rekindle_os::cgroup::memory_available().unwrap().saturating_sub((uses + left) * MIB);
+    let lab = lab.set("snapshot.memory-reserve", &format!("\"{reserve}B\""));
+    let mut run = lab.run(["/usr/bin/python3", "-c", LARGE, lab.path().to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    run.snapshot(&lab);
+    run.wait_for("a rehearsal", || events(&lab, "rehearsed") >= 1);
+    assert_eq!(events(&lab, "rehearsal-failed"), 0);
+    count_on(&lab, &mut run, 5);
+    run.crash(&lab);
+    finish(&lab, run);
+}
+
 /// A mount, undone at the end.
 struct Bound(PathBuf);
 

@@ -195,7 +195,7 @@ fn restore(
     };
     let not_tried = |error: Error| Failure::of(&error);
     super::check_image(&request, manifest).and_then(|()| super::check_files(&request, manifest)).map_err(not_tried)?;
-    light::put_files_in_place(&request, manifest).map_err(not_tried)?;
+    light::put_files_in_place(&request, manifest).map_err(|error| Failure::of_restore(&error))?;
     let _landing = landing::put_back::put_empty(manifest, request.identity).map_err(|error| not_tried(error.into()))?;
     let manifest = &light::manifest_in_view(manifest);
     let lost_locks = criu::image::lost_locks(&image.dir.join(CRIU_DIR)).map_err(Failure::of_image)?;
