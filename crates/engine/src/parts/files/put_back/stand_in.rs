@@ -32,6 +32,13 @@ pub(crate) fn stand_in(
         let content = copy.part.open(&image.dir).map_err(failed("read", image.dir.join(&copy.part).path()))?;
         with_rights(&file.path, user, || content::make_read(file, &content, maker))?;
     }
+    for link in &manifest.saved_links {
+        // CRIU opens a deleted file by a link that is made to this one, for which all of it would be copied, too.
+        let _ = with_rights(&link.saved, user, || {
+            let now = std::fs::symlink_metadata(&link.saved).map_err(failed("stat", &link.saved))?;
+            put(&OpenFile { owner: link.owner, ..OpenFile::new(link.saved.clone(), now.size()) }, maker)
+        });
+    }
     let is_theirs = |file: &&OpenFile| {
         !is_of_the_store(file, manifest, folder) && moved::log_here(&file.path, manifest, folder).is_none()
     };
