@@ -34,7 +34,7 @@ const BASE: [&str; 10] =
     ["chain", "ended", "micros", "moved", "notice", "percentage", "units", "xid", "cause", "interval"];
 
 /// The modules for Linux.
-const OS: [&str; 38] = [
+const OS: [&str; 39] = [
     "affinity",
     "attributes",
     "same",
@@ -46,6 +46,7 @@ const OS: [&str; 38] = [
     "shielded",
     "xattr",
     "clock",
+    "timerfd",
     "detach",
     "elf",
     "identity",

@@ -624,6 +624,48 @@ def ticks():
     count(last=last)
 
 
+def timerfds():
+    """Timers of each clock that run, absolute and relative, once and periodic: each stays due when it was to be."""
+    realtime, monotonic, boottime = 0, 1, 7
+    absolute, cancel_on_set, hour = 1, 2, 3600 * 10**9
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    class Times(ctypes.Structure):
+        _fields_ = [(name, ctypes.c_long) for name in ("interval_s", "interval_ns", "s", "ns")]
+
+        def set(self):
+            return self.s * 10**9 + self.ns
+
+    timers = []
+    for clock in (realtime, monotonic, boottime):
+        for flags in (0, absolute, absolute | cancel_on_set):
+            for interval in (0, hour):
+                timer = libc.timerfd_create(clock, os.O_NONBLOCK | os.O_CLOEXEC)
+                clock_of_due = monotonic if not flags and clock == realtime else clock
+                due = time.clock_gettime_ns(clock_of_due) + hour
+                times = Times(interval // 10**9, 0, *divmod(due if flags else hour, 10**9))
+                need(libc.timerfd_settime(timer, flags, ctypes.byref(times), None) == 0, "timerfd_settime")
+                timers.append((timer, clock, flags, interval, clock_of_due, due))
+
+    def late(timer, clock, due):
+        """The least of some readings: another process may run between the two calls."""
+        times, readings = Times(), []
+        for _ in range(5):
+            need(libc.timerfd_gettime(timer, ctypes.byref(times)) == 0, "timerfd_gettime")
+            readings.append(time.clock_gettime_ns(clock) + times.set() - due)
+        return min(readings) / 1e9, times.interval_s * 10**9 + times.interval_ns
+
+    def check(_):
+        for timer, clock, flags, interval, clock_of_due, due in timers:
+            seconds, every = late(timer, clock_of_due, due)
+            need(abs(seconds) < 0.02, "clock", clock, "flags", flags, "interval", interval, "is late by", seconds)
+            need(every == interval, "interval", every, interval)
+            with open(f"/proc/self/fdinfo/{timer}") as shown:
+                need(f"settime flags: 0{flags:o}\n" in shown.read(), "flags of clock", clock)
+
+    count(check)
+
+
 def bound():
     """Two threads on one processor each, until there is the file `anywhere`."""
     processors = sorted(os.sched_getaffinity(0))
@@ -816,6 +858,7 @@ KINDS = {
     "shared": shared,
     "timers": timers,
     "ticks": ticks,
+    "timerfds": timerfds,
     "bound": bound,
     "signals": signals,
     "forks": forks,

@@ -30,7 +30,7 @@ use prost::Message;
 
 pub use checked::{CheckedFile, checked_files};
 pub use cores::{securebits, stopped};
-pub use descriptors::{UnixListener, descriptors, unix_listeners};
+pub use descriptors::{UnixListener, descriptors, timers, unix_listeners};
 pub use devices::{Replaced, without_devices};
 pub use links::{Holder, LinkRemap, link_remaps, rename_link_remaps};
 pub use locks::{LostLock, LostLocks, lost_locks};

@@ -8,6 +8,7 @@
 //! | `tcp` | connections: kept, with what arrives during the dump, or closed; the snapshot waits for those that are not accepted yet | ports that dead processes use are freed |
 //! | `groups` | control groups that the job made | created again and entered |
 //! | `affinity` | threads that are bound to processors | bound again, to those that we may use |
+//! | `timers` | timers that are descriptors | set to the time at which they fire |
 //! | [`devices`] | NVIDIA's devices in processes without CUDA | left out of the image |
 //! | `fds` | descriptors in flight between processes | by CRIU; the snapshot waits for those that CRIU cannot restore |
 //! | `events` | nothing: the snapshot waits until events of inotify and fanotify are read | watches by CRIU |
@@ -30,3 +31,4 @@ pub(crate) mod listeners;
 pub(crate) mod locks;
 pub(crate) mod objects;
 pub(crate) mod tcp;
+pub(crate) mod timers;

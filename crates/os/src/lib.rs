@@ -37,6 +37,7 @@ pub mod sparse;
 pub mod spawn;
 pub mod stopped;
 pub mod tcp_repair;
+pub mod timerfd;
 pub mod ulp;
 pub mod view;
 pub mod xattr;

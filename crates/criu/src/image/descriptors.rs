@@ -51,6 +51,22 @@ pub fn unix_listeners(dir: &Beneath) -> Result<Vec<UnixListener>, Error> {
     Ok(found)
 }
 
+/// The timers of the image that are descriptors (timerfd_create(2)), each once: a process that has it, by its pid as it sees
+/// itself, and its descriptor there.
+///
+/// # Errors
+/// When an image file is missing or damaged.
+pub fn timers(dir: &Beneath) -> Result<Vec<(i32, i32)>, Error> {
+    /// `FD_TYPES__TIMERFD`
+    const TIMER: u32 = 17;
+    let (mut seen, mut found) = (BTreeSet::new(), Vec::new());
+    for pid in images(dir, "ids-")?.into_iter().filter_map(|(pid, _)| pid.parse().ok()) {
+        let timers = table_of(dir, pid)?.into_iter().filter(|entry| entry.kind == TIMER && seen.insert(entry.id));
+        found.extend(timers.map(|entry| (pid, entry.fd.cast_signed())));
+    }
+    Ok(found)
+}
+
 /// The descriptors of a process.
 pub(super) fn table_of(dir: &Beneath, pid: i32) -> Result<Vec<FdinfoEntry>, Error> {
     let ids: Option<KobjIds> = Records::open(dir.join(format!("ids-{pid}.img")), IDS)?.next()?;
@@ -63,6 +79,19 @@ mod tests {
     use super::super::tests::beneath;
     use super::super::tests::write;
     use super::*;
+
+    #[test]
+    fn timers_are_found_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let fd = |id: u8, kind: u8, fd: u8| vec![8, id, 2 << 3, 0, 3 << 3, kind, 4 << 3, fd];
+        for pid in [1001, 1002] {
+            write(&dir.path().join(format!("ids-{pid}.img")), IDS, &[vec![8, 1, 2 << 3, 9]]);
+        }
+        write(&dir.path().join("fdinfo-9.img"), FDINFO, &[fd(2, 17, 3), fd(2, 17, 4), fd(3, 6, 5), fd(5, 17, 7)]);
+        let mut found = timers(&beneath(dir.path())).unwrap();
+        found.iter_mut().for_each(|(pid, _)| *pid /= 10);
+        assert_eq!(found, [(100, 3), (100, 7)]);
+    }
 
     #[test]
     fn sockets_that_wait_for_connections_are_found_once() {

@@ -18,7 +18,7 @@ use crate::parts::gpu::placement::Relocation;
 use crate::parts::gpu::put_back as gpu;
 use crate::parts::kept::put_back::Ahead;
 use crate::parts::objects::Recorded;
-use crate::parts::{access, affinity, groups, listeners, locks, tcp};
+use crate::parts::{access, affinity, groups, listeners, locks, tcp, timers};
 use crate::snapshot::CRIU_DIR;
 use crate::snapshot::opened::opened;
 use crate::steps::{self, Failed, Step, Timer};
@@ -384,12 +384,6 @@ pub(super) fn run_criu(
         if first {
             return Ok(());
         }
-        let rights = if request.identity.is_some() { Rights::Users } else { Rights::Ours };
-        if let Err(error) = recorded.check(root, manifest, &request.criu.version.to_string(), rights) {
-            let why = error.to_string();
-            differs = Some(error);
-            return Err(why);
-        }
         listeners::own(root, &unix_listeners, request.identity);
         if until == Until::ItRuns {
             locks::hold(root, lost_locks);
@@ -397,6 +391,14 @@ pub(super) fn run_criu(
             groups::put_back::put_back(root, manifest, request.identity);
         }
         affinity::put_back(root, manifest);
+        timers::put_back(root, manifest);
+        // Last: what is put back above is compared, too.
+        let rights = if request.identity.is_some() { Rights::Users } else { Rights::Ours };
+        if let Err(error) = recorded.check(root, manifest, &request.criu.version.to_string(), rights) {
+            let why = error.to_string();
+            differs = Some(error);
+            return Err(why);
+        }
         // All tasks are complete here, in a rehearsal, too.
         if until == Until::ItWouldRun {
             rehearsed = true;

@@ -18,7 +18,7 @@ use crate::parts::files::capture::Captured;
 use crate::parts::files::record;
 use crate::parts::gpu::capture as gpu;
 use crate::parts::tcp::waiting::{self, Unaccepted};
-use crate::parts::{access, affinity, fds::InFlight, groups, objects, tcp};
+use crate::parts::{access, affinity, fds::InFlight, groups, objects, tcp, timers};
 use rekindle_base::chain;
 use rekindle_criu as criu;
 use rekindle_objects::Raw;
@@ -26,7 +26,7 @@ use rekindle_os::beneath::Beneath;
 use rekindle_os::exits::Watched;
 use rekindle_os::{process, ptrace, ulp};
 use rekindle_store::ImageId;
-use rekindle_store::manifest::{Binding, ControlGroup, Fifo, Folder, GivenFile, JobRights, OpenFile, SavedLink};
+use rekindle_store::manifest::{Binding, ControlGroup, Fifo, Folder, GivenFile, JobRights, OpenFile, SavedLink, Timer};
 
 /// What was recorded.
 pub(super) struct Moment {
@@ -39,6 +39,7 @@ pub(super) struct Moment {
     pub(super) fifos: Vec<Fifo>,
     pub(super) control_groups: Vec<ControlGroup>,
     pub(super) bindings: Vec<Binding>,
+    pub(super) timers: Vec<Timer>,
     /// The processes that somebody else had stopped, as they see themselves.
     pub(super) stopped: Vec<i32>,
     /// What the kernel had of the tasks.
@@ -137,6 +138,7 @@ impl Still<'_, '_> {
             .add_attributes(&mut folders, &mut fifos, self.env.view())
             .map_err(|error| format!("cannot read the attributes of the job's folders: {error}"))?;
         let left_out = self.correct_image(&tree, &mut notes)?;
+        let places = criu::image::timers(self.dir).map_err(|e| chain(&e))?;
         let output = self.env.subject.output;
         match record::append_again(&open_files, &tree, output) {
             Ok(()) => {
@@ -160,6 +162,7 @@ impl Still<'_, '_> {
             fifos,
             control_groups: groups.groups,
             bindings: affinity::capture(&tree),
+            timers: timers::capture(&places, &tree),
             stopped,
             objects: self.objects.take().map(|had| (had, left_out)),
             notes,

@@ -1,6 +1,7 @@
 //! Checks whether a snapshot is possible. It runs while the job runs, so a refusal costs the job nothing.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use bytesize::ByteSize;
 
@@ -10,6 +11,7 @@ use rekindle_cuda::nvml::{Gpu, GpuInventory, Mig, names_instance};
 use rekindle_os::cgroup;
 use rekindle_os::leases::WriteLease;
 use rekindle_os::process;
+use rekindle_os::timerfd;
 
 /// Why a snapshot was not tried.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -233,10 +235,21 @@ fn check_process(pid: i32, root: i32) -> Result<(), Refusal> {
         return Err(Refusal::Traced { pid, name, tracer });
     }
     check_namespaces(pid, root)?;
-    if process::descriptors(pid).any(|(_, target)| target.as_os_str() == "anon_inode:[io_uring]") {
+    process::descriptors(pid).try_for_each(|(number, target)| check_descriptor(pid, number, &target))
+}
+
+fn check_descriptor(pid: i32, number: i32, target: &Path) -> Result<(), Refusal> {
+    let refuse = |what, hint| {
         let (pid, name) = shown(pid);
+        Err(Refusal::Unsupported { pid, name, what, hint })
+    };
+    if target.as_os_str() == "anon_inode:[io_uring]" {
         let hint = ": set job.allow-io-uring = false, so that programs do not use it (for PyTorch's TCPStore, USE_LIBUV=0 is enough)";
-        return Err(Refusal::Unsupported { pid, name, what: "an io_uring", hint });
+        return refuse("an io_uring", hint);
+    }
+    if timerfd::is_alarm(pid, number, target) {
+        let hint = ": use CLOCK_REALTIME or CLOCK_BOOTTIME, unless it must wake a machine that sleeps";
+        return refuse("a timer of an alarm clock (CLOCK_REALTIME_ALARM or CLOCK_BOOTTIME_ALARM)", hint);
     }
     Ok(())
 }
@@ -414,6 +427,29 @@ mod tests {
         assert_eq!(before, Ok(()));
         let text = after.unwrap_err().to_string();
         assert!(text.contains(&format!("{}/cgroup.freeze", group.display())), "{text}");
+    }
+
+    #[test]
+    fn a_timer_of_an_alarm_clock_is_refused() {
+        use rustix::time::{TimerfdClockId, TimerfdFlags, timerfd_create};
+        use std::os::fd::AsRawFd;
+        let pid = std::process::id().cast_signed();
+        let check = |clock| {
+            let timer = timerfd_create(clock, TimerfdFlags::CLOEXEC)?;
+            let link = std::fs::read_link(format!("/proc/{pid}/fd/{}", timer.as_raw_fd())).unwrap();
+            Ok(check_descriptor(pid, timer.as_raw_fd(), &link))
+        };
+        let refused: rustix::io::Result<_> = check(TimerfdClockId::BoottimeAlarm);
+        if !rekindle_testing::require(
+            "root",
+            refused.is_ok(),
+            "no timer of an alarm clock can be made (CAP_WAKE_ALARM)",
+        ) {
+            return;
+        }
+        let text = refused.unwrap().unwrap_err().to_string();
+        assert!(text.contains("CLOCK_BOOTTIME_ALARM") && text.contains("use CLOCK_REALTIME"), "{text}");
+        assert_eq!(check(TimerfdClockId::Boottime), Ok(Ok(())));
     }
 
     #[test]

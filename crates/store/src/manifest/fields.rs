@@ -79,6 +79,9 @@ pub struct Manifest {
     /// Threads that were bound to other processors than the supervisor. Empty in an image of an earlier version.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub bindings: Vec<Binding>,
+    /// Timers that are descriptors and ran. Those of an image of an earlier version are as CRIU restores them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub timers: Vec<Timer>,
     /// Hard links made for deleted files, so that a restore can open them.
     pub saved_links: Vec<SavedLink>,
     /// Files of ours that the job has mapped, and that must exist before a restore.
@@ -488,4 +491,26 @@ pub struct Binding {
     pub processors: String,
     /// The ids of the threads, as they see themselves.
     pub threads: Vec<i32>,
+}
+
+/// A timer that is a descriptor (timerfd_create(2)) and ran.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Timer {
+    /// A process that has it, as it sees itself.
+    pub pid: i32,
+    /// Its descriptor there.
+    pub fd: i32,
+    /// The clock, by its number in clock_gettime(2).
+    pub clock: i32,
+    /// The flags of timerfd_settime(2).
+    pub flags: u32,
+    /// When it fires next, in nanoseconds of that clock as the process sees it. A time of day that was set relative to the
+    /// present is one of CLOCK_MONOTONIC.
+    pub due_ns: i64,
+    /// How long that was from the moment of the image, in nanoseconds.
+    pub left_ns: i64,
+    /// The time between two ticks, in nanoseconds; 0 if it fires once.
+    pub interval_ns: i64,
+    /// Ticks that nobody had read.
+    pub ticks: u64,
 }
