@@ -666,6 +666,60 @@ def timerfds():
     count(check)
 
 
+def posix_timers():
+    """One whose thread has ended, one of a thread's CPU time, and one of the process' CPU time. None of them fires."""
+    numbers = {"x86_64": (222, 223, 224), "aarch64": (107, 110, 108)}  # timer_create, timer_settime, timer_gettime
+    create, settime, gettime = numbers[os.uname().machine]
+    libc = ctypes.CDLL(None, use_errno=True)
+    signal_thread, of_process, of_thread = 4, 2, 3
+    signal.signal(signal.SIGRTMIN + 2, signal.SIG_IGN)
+
+    def make(clock):
+        # sigevent: a value, a signal, how, a thread.
+        event = struct.pack("qiii44x", 0, signal.SIGRTMIN + 2, signal_thread, threading.get_native_id())
+        timer = ctypes.c_int()
+        need(libc.syscall(create, clock, event, ctypes.byref(timer)) == 0, "timer_create", clock)
+        need(libc.syscall(settime, timer, 0, struct.pack("qqqq", 0, 0, 1000, 0), None) == 0, "timer_settime")
+        return timer
+
+    def left(timer):
+        times = ctypes.create_string_buffer(32)
+        need(libc.syscall(gettime, timer, times) == 0, "timer_gettime", timer)
+        _, _, seconds, rest = struct.unpack("qqqq", times.raw)
+        return seconds + rest / 1e9
+
+    made, work, done = [], threading.Event(), threading.Event()
+
+    def work_once():
+        made.append(make(of_thread))
+        done.set()
+        work.wait()
+        before = left(made[1])
+        until = time.thread_time() + 0.2
+        while time.thread_time() < until:
+            pass
+        need(before - left(made[1]) > 0.15, "the timer does not count its thread's CPU time")
+        done.set()
+
+    short = threading.Thread(target=lambda: made.append(make(time.CLOCK_MONOTONIC)))
+    short.start()
+    short.join()
+    threading.Thread(target=work_once, daemon=True).start()
+    done.wait()
+    done.clear()
+    made.append(make(of_process))
+
+    def check(_):
+        for timer in made:
+            need(900 < left(timer) <= 1000, "a timer has", left(timer), "s left")
+
+    def last(_):
+        work.set()
+        done.wait()
+
+    count(check, last)
+
+
 def bound():
     """Two threads on one processor each, until there is the file `anywhere`."""
     processors = sorted(os.sched_getaffinity(0))
@@ -859,6 +913,7 @@ KINDS = {
     "timers": timers,
     "ticks": ticks,
     "timerfds": timerfds,
+    "posix-timers": posix_timers,
     "bound": bound,
     "signals": signals,
     "forks": forks,

@@ -456,6 +456,41 @@ pub(crate) struct CredsEntry {
     pub(crate) securebits: u32,
 }
 
+/// `posix_timer_entry`.
+#[derive(Clone, Copy, PartialEq, Eq, Message)]
+pub(crate) struct PosixTimerEntry {
+    #[prost(uint32, required, tag = "1")]
+    pub(crate) id: u32,
+    /// Negative ones are those of CPU time.
+    #[prost(uint32, required, tag = "2")]
+    pub(crate) clock: u32,
+    #[prost(uint32, required, tag = "3")]
+    pub(crate) signal: u32,
+    /// `SIGEV_*`
+    #[prost(uint32, required, tag = "4")]
+    pub(crate) notify: u32,
+    #[prost(uint64, required, tag = "5")]
+    pub(crate) value: u64,
+    #[prost(uint32, required, tag = "6")]
+    pub(crate) overrun: u32,
+    #[prost(uint64, required, tag = "7")]
+    pub(crate) interval_s: u64,
+    #[prost(uint64, required, tag = "8")]
+    pub(crate) interval_ns: u64,
+    /// The time until it fires.
+    #[prost(uint64, required, tag = "9")]
+    pub(crate) value_s: u64,
+    #[prost(uint64, required, tag = "10")]
+    pub(crate) value_ns: u64,
+    /// The thread or process that gets the signal.
+    #[prost(int32, optional, tag = "11")]
+    pub(crate) thread: Option<i32>,
+}
+
+/// A message none of whose fields is read.
+#[derive(Clone, Copy, PartialEq, Eq, Message)]
+pub(crate) struct RawMessage {}
+
 /// `file_lock_entry`.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct FileLockEntry {

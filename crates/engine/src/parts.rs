@@ -8,6 +8,7 @@
 //! | `tcp` | connections: kept, with what arrives during the dump, or closed; the snapshot waits for those that are not accepted yet | ports that dead processes use are freed |
 //! | `groups` | control groups that the job made | created again and entered |
 //! | `affinity` | threads that are bound to processors | bound again, to those that we may use |
+//! | `posix_timers` | POSIX timers, by CRIU; what it would get wrong is corrected in the image | by CRIU |
 //! | `timers` | timers that are descriptors | set to the time at which they fire |
 //! | [`devices`] | NVIDIA's devices in processes without CUDA | left out of the image |
 //! | `fds` | descriptors in flight between processes | by CRIU; the snapshot waits for those that CRIU cannot restore |
@@ -30,5 +31,6 @@ pub(crate) mod landing;
 pub(crate) mod listeners;
 pub(crate) mod locks;
 pub(crate) mod objects;
+pub(crate) mod posix_timers;
 pub(crate) mod tcp;
 pub(crate) mod timers;

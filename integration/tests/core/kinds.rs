@@ -62,6 +62,7 @@ kinds! {
     a_deleted_file: "ghost",
     timers_and_sleeps: "timers",
     a_timer_whose_ticks_are_read_late: "ticks",
+    timers_of_dead_threads_and_of_cpu_time: "posix-timers",
     timers_that_are_descriptors_fire_when_they_are_due: "timerfds",
     threads_that_are_bound_to_processors: "bound",
     signals_blocked_and_pending: "signals",

@@ -18,7 +18,7 @@ use crate::parts::files::capture::Captured;
 use crate::parts::files::record;
 use crate::parts::gpu::capture as gpu;
 use crate::parts::tcp::waiting::{self, Unaccepted};
-use crate::parts::{access, affinity, fds::InFlight, groups, objects, tcp, timers};
+use crate::parts::{access, affinity, fds::InFlight, groups, objects, posix_timers, tcp, timers};
 use rekindle_base::chain;
 use rekindle_criu as criu;
 use rekindle_objects::Raw;
@@ -299,6 +299,10 @@ impl Still<'_, '_> {
         let restarted = criu::image::restart_timers(self.dir).map_err(|e| chain(&e))?;
         if restarted > 0 {
             tracing::debug!(restarted, "corrected timers that had fired");
+        }
+        if let Some(unknown) = posix_timers::correct(self.dir).map_err(|e| chain(&e))? {
+            let name = self.seen.names.get(&unknown.pid).cloned().unwrap_or_default();
+            return Err(self.refuse(Refusal::UnknownTimer { pid: unknown.pid, name, id: unknown.id }));
         }
         let subject = self.env.subject;
         tcp::capture::close_in_image(subject.options.tcp, self.seen.tcp, subject.job.world.subnet(), self.dir)

@@ -7,6 +7,7 @@ use bytesize::ByteSize;
 
 use super::Subject;
 use crate::launch::interposer;
+use crate::parts::posix_timers;
 use rekindle_cuda::nvml::{Gpu, GpuInventory, Mig, names_instance};
 use rekindle_os::cgroup;
 use rekindle_os::leases::WriteLease;
@@ -57,6 +58,18 @@ pub enum Refusal {
         what: &'static str,
         /// What helps.
         hint: &'static str,
+    },
+    /// A restore would have it count the CPU time of another thread.
+    #[error(
+        "process {pid} ({name}) has a POSIX timer (ID {id} in its /proc/PID/timers) that counts the CPU time of one of its threads \
+         (CLOCK_THREAD_CPUTIME_ID). The kernel does not tell which one, and a restore would have it count another: make it with the \
+         clock of pthread_getcpuclockid(3), or with SIGEV_THREAD_ID, or delete it while snapshots are taken"
+    )]
+    UnknownTimer {
+        pid: i32,
+        name: String,
+        /// The timer's id.
+        id: u32,
     },
     /// The holder of a write lease must react to every open of the file.
     #[error(
@@ -235,6 +248,10 @@ fn check_process(pid: i32, root: i32) -> Result<(), Refusal> {
         return Err(Refusal::Traced { pid, name, tracer });
     }
     check_namespaces(pid, root)?;
+    if let Some(id) = posix_timers::unknown(pid) {
+        let (pid, name) = shown(pid);
+        return Err(Refusal::UnknownTimer { pid, name, id });
+    }
     process::descriptors(pid).try_for_each(|(number, target)| check_descriptor(pid, number, &target))
 }
 
