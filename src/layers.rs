@@ -34,10 +34,11 @@ const BASE: [&str; 10] =
     ["chain", "ended", "micros", "moved", "notice", "percentage", "units", "xid", "cause", "interval"];
 
 /// The modules for Linux.
-const OS: [&str; 39] = [
+const OS: [&str; 40] = [
     "affinity",
     "attributes",
     "same",
+    "scheduling",
     "sockopt",
     "blocks",
     "sparse",

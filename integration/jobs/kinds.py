@@ -720,6 +720,48 @@ def posix_timers():
     count(check, last)
 
 
+def scheduled():
+    """A thread of each policy, and what else sched_setattr(2) sets."""
+    setattr_number, getattr_number = {"x86_64": (314, 315), "aarch64": (274, 275)}[os.uname().machine]
+    libc = ctypes.CDLL(None, use_errno=True)
+    layout = struct.Struct("IIQiIQQQII")
+
+    def get(thread):
+        attributes = ctypes.create_string_buffer(layout.size)
+        need(libc.syscall(getattr_number, thread, attributes, layout.size, 0) == 0, "sched_getattr")
+        return layout.unpack(attributes.raw)
+
+    reset, keep, clamps = 1, 0x18, 0x60
+    wanted = {
+        # policy, flags, nice, priority, runtime, deadline, period, least and greatest utilization
+        "nice": (0, 0, 7, 0, 0, 0, 0, 0, 0),
+        "less nice": (0, 0, -3, 0, 0, 0, 0, 0, 0),
+        "batch": (3, 0, 4, 0, 0, 0, 0, 0, 0),
+        "idle": (5, 0, 0, 0, 0, 0, 0, 0, 0),
+        "fifo": (1, 0, 0, 3, 0, 0, 0, 0, 0),
+        "round robin": (2, reset, 0, 4, 0, 0, 0, 0, 0),
+        "deadline": (6, 0, 0, 0, 1000000, 10000000, 10000000, 0, 0),
+        "deadline, reset": (6, reset, 0, 0, 1000000, 10000000, 20000000, 0, 0),
+        "ext": (7, 0, 0, 0, 0, 0, 0, 0, 0),
+        "slice": (0, 0, 0, 0, 5000000, 0, 0, 0, 0),
+        "clamped": (0, keep | clamps, 0, 0, 0, 0, 0, 100, 500),
+    }
+    seen = {}
+    for name, attributes in wanted.items():
+        thread = threading.Thread(target=threading.Event().wait, daemon=True)
+        thread.start()
+        if libc.syscall(setattr_number, thread.native_id, layout.pack(layout.size, *attributes), 0) != 0:
+            say("no thread can be:", name, os.strerror(ctypes.get_errno()))
+            continue
+        seen[thread.native_id] = name, get(thread.native_id)
+
+    def check(_):
+        for thread, (name, before) in seen.items():
+            need(get(thread) == before, name, "was", before, "and is", get(thread))
+
+    count(check)
+
+
 def bound():
     """Two threads on one processor each, until there is the file `anywhere`."""
     processors = sorted(os.sched_getaffinity(0))
@@ -914,6 +956,7 @@ KINDS = {
     "ticks": ticks,
     "timerfds": timerfds,
     "posix-timers": posix_timers,
+    "scheduled": scheduled,
     "bound": bound,
     "signals": signals,
     "forks": forks,

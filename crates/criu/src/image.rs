@@ -30,7 +30,7 @@ use std::path::{Path, PathBuf};
 use prost::Message;
 
 pub use checked::{CheckedFile, checked_files};
-pub use cores::{securebits, stopped};
+pub use cores::{forget_policies, securebits, stopped};
 pub use descriptors::{UnixListener, descriptors, timers, unix_listeners};
 pub use devices::{Replaced, without_devices};
 pub use links::{Holder, LinkRemap, link_remaps, rename_link_remaps};

@@ -445,6 +445,9 @@ pub(crate) struct TaskCoreEntry {
 /// The used fields of `thread_core_entry`.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct ThreadCoreEntry {
+    /// `SCHED_*`
+    #[prost(uint32, optional, tag = "4")]
+    pub(crate) policy: Option<u32>,
     #[prost(message, optional, tag = "10")]
     pub(crate) credentials: Option<CredsEntry>,
 }

@@ -8,6 +8,7 @@
 //! | `tcp` | connections: kept, with what arrives during the dump, or closed; the snapshot waits for those that are not accepted yet | ports that dead processes use are freed |
 //! | `groups` | control groups that the job made | created again and entered |
 //! | `affinity` | threads that are bound to processors | bound again, to those that we may use |
+//! | `scheduling` | policies, nice values, deadlines, clamps | what CRIU does not set |
 //! | `posix_timers` | POSIX timers, by CRIU; what it would get wrong is corrected in the image | by CRIU |
 //! | `timers` | timers that are descriptors | set to the time at which they fire |
 //! | [`devices`] | NVIDIA's devices in processes without CUDA | left out of the image |
@@ -32,5 +33,6 @@ pub(crate) mod listeners;
 pub(crate) mod locks;
 pub(crate) mod objects;
 pub(crate) mod posix_timers;
+pub(crate) mod scheduling;
 pub(crate) mod tcp;
 pub(crate) mod timers;

@@ -576,6 +576,7 @@ fn describe(frozen: &phases::Frozen<'_>) -> Result<Manifest, Error> {
         fifos: moment.fifos.clone(),
         control_groups: moment.control_groups.clone(),
         bindings: moment.bindings.clone(),
+        scheduling: moment.scheduling.clone(),
         timers: moment.timers.clone(),
         saved_links: frozen.saved_links.clone(),
         recreate: frozen.dumped.recreate.clone(),

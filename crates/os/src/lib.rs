@@ -30,6 +30,7 @@ pub mod ptrace;
 pub mod regular;
 pub mod rights;
 pub mod same;
+pub mod scheduling;
 pub mod shielded;
 pub mod sock_diag;
 pub mod sockopt;

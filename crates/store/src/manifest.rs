@@ -20,7 +20,7 @@ use thiserror::Error;
 pub use contents::{Attributes, Bytes, Owner, Stamp, TrackedEntry, TrackedFolder, TrackedKind};
 pub use fields::{
     Binding, Chunks, Fifo, Folder, GivenFile, Gpu, GroupPart, Host, JobRights, JobTree, Kept, KeptCopy, KeptPiece,
-    Landing, Manifest, MappedFile, OpenFile, Part, Phase, PidNamespace, Reason, Recreate, SavedLink, Timer,
+    Landing, Manifest, MappedFile, OpenFile, Part, Phase, PidNamespace, Reason, Recreate, SavedLink, Scheduling, Timer,
     TreeProcess,
 };
 

@@ -63,6 +63,7 @@ kinds! {
     timers_and_sleeps: "timers",
     a_timer_whose_ticks_are_read_late: "ticks",
     timers_of_dead_threads_and_of_cpu_time: "posix-timers",
+    threads_of_each_scheduling_policy: "scheduled",
     timers_that_are_descriptors_fire_when_they_are_due: "timerfds",
     threads_that_are_bound_to_processors: "bound",
     signals_blocked_and_pending: "signals",

@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 
 use super::devices::images;
+use super::rewrite::{rewrite, with_fields};
 use super::{Error, Records, damaged};
 use crate::proto::CoreEntry;
 use rekindle_os::beneath::Beneath;
@@ -33,6 +34,38 @@ pub fn stopped(dir: &Beneath) -> Result<Vec<i32>, Error> {
     Ok(cores(dir)?.into_iter().filter(|(_, core)| is_one(core)).map(|(id, _)| id).collect())
 }
 
+/// Makes SCHED_OTHER of the policies that CRIU (4.2) dumps and refuses to restore (`validate_sched_parm`). Returns of how many
+/// threads.
+///
+/// # Errors
+/// When an image file is damaged, or cannot be written.
+pub fn forget_policies(dir: &Beneath) -> Result<usize, Error> {
+    /// `sched_policy` of `thread_core_entry`, with the value 0.
+    const OTHER: [u8; 2] = [4 << 3, 0];
+    /// `SCHED_RESET_ON_FORK`, which CRIU takes with the policy.
+    const RESET: u32 = 0x4000_0000;
+    /// SCHED_OTHER, SCHED_FIFO, SCHED_RR, SCHED_BATCH, SCHED_IDLE.
+    const KNOWN: [u32; 5] = [0, 1, 2, 3, 5];
+    /// `thread_core` of `core_entry`, length-delimited.
+    const THREAD: u64 = 5 << 3 | 2;
+    let is_known = |core: &CoreEntry| {
+        core.thread.is_none_or(|thread| KNOWN.contains(&(thread.policy.unwrap_or_default() & !RESET)))
+    };
+    let mut forgotten = 0;
+    for (_, path) in images(dir, "core-")? {
+        rewrite(&path, CORE, |core: CoreEntry, record| {
+            if is_known(&core) {
+                return Ok(None);
+            }
+            forgotten += 1;
+            // Of a field that is there twice, the last value counts.
+            let new = with_fields(record, |key, thread| Some((key == THREAD).then(|| [thread, &OTHER].concat())));
+            Ok(Some(new.ok_or_else(|| damaged(&path, "a record cannot be read"))?))
+        })?;
+    }
+    Ok(forgotten)
+}
+
 fn cores(dir: &Beneath) -> Result<BTreeMap<i32, CoreEntry>, Error> {
     let mut all = BTreeMap::new();
     for (name, path) in images(dir, "core-")? {
@@ -44,9 +77,32 @@ fn cores(dir: &Beneath) -> Result<BTreeMap<i32, CoreEntry>, Error> {
 
 #[cfg(test)]
 mod tests {
+    use prost::Message;
+
     use super::super::tests::beneath;
     use super::super::tests::write;
     use super::*;
+    use crate::proto::{CredsEntry, ThreadCoreEntry};
+
+    #[test]
+    fn a_policy_that_criu_does_not_restore_is_forgotten() {
+        let dir = tempfile::tempdir().unwrap();
+        let policy =
+            |policy: u32| ThreadCoreEntry { policy: Some(policy), credentials: Some(CredsEntry { securebits: 9 }) };
+        let put = |id: u32, number: u32| {
+            let core = CoreEntry { task: None, thread: Some(policy(number)) }.encode_to_vec();
+            write(&dir.path().join(format!("core-{id}.img")), CORE, &[core]);
+        };
+        let is_in = |id: i32| cores(&beneath(dir.path())).unwrap()[&id].thread;
+        for (id, number) in [(1, 0), (2, 1), (3, 6), (4, 0x4000_0006), (5, 7), (6, 0x4000_0001)] {
+            put(id, number);
+        }
+        assert_eq!(forget_policies(&beneath(dir.path())).unwrap(), 3);
+        for (id, number) in [(1, 0), (2, 1), (3, 0), (4, 0), (5, 0), (6, 0x4000_0001)] {
+            assert_eq!(is_in(id), Some(policy(number)), "{id}");
+        }
+        assert_eq!(forget_policies(&beneath(dir.path())).unwrap(), 0);
+    }
 
     #[test]
     fn the_bits_of_each_thread_and_who_is_stopped_are_read() {

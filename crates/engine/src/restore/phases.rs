@@ -19,6 +19,7 @@ use crate::parts::gpu::put_back as gpu;
 use crate::parts::kept::put_back::Ahead;
 use crate::parts::objects::Recorded;
 use crate::parts::{access, affinity, groups, listeners, locks, tcp, timers};
+use crate::parts::{access, affinity, groups, listeners, locks, scheduling, tcp, timers};
 use crate::snapshot::CRIU_DIR;
 use crate::snapshot::opened::opened;
 use crate::steps::{self, Failed, Step, Timer};
@@ -391,6 +392,7 @@ pub(super) fn run_criu(
             groups::put_back::put_back(root, manifest, request.identity);
         }
         affinity::put_back(root, manifest);
+        scheduling::put_back(root, manifest);
         timers::put_back(root, manifest);
         // Last: what is put back above is compared, too.
         let rights = if request.identity.is_some() { Rights::Users } else { Rights::Ours };

@@ -18,7 +18,7 @@ use crate::parts::files::capture::Captured;
 use crate::parts::files::record;
 use crate::parts::gpu::capture as gpu;
 use crate::parts::tcp::waiting::{self, Unaccepted};
-use crate::parts::{access, affinity, fds::InFlight, groups, objects, posix_timers, tcp, timers};
+use crate::parts::{access, affinity, fds::InFlight, groups, objects, posix_timers, scheduling, tcp, timers};
 use rekindle_base::chain;
 use rekindle_criu as criu;
 use rekindle_objects::Raw;
@@ -26,7 +26,9 @@ use rekindle_os::beneath::Beneath;
 use rekindle_os::exits::Watched;
 use rekindle_os::{process, ptrace, ulp};
 use rekindle_store::ImageId;
-use rekindle_store::manifest::{Binding, ControlGroup, Fifo, Folder, GivenFile, JobRights, OpenFile, SavedLink, Timer};
+use rekindle_store::manifest::{
+    Binding, ControlGroup, Fifo, Folder, GivenFile, JobRights, OpenFile, SavedLink, Scheduling, Timer,
+};
 
 /// What was recorded.
 pub(super) struct Moment {
@@ -39,6 +41,7 @@ pub(super) struct Moment {
     pub(super) fifos: Vec<Fifo>,
     pub(super) control_groups: Vec<ControlGroup>,
     pub(super) bindings: Vec<Binding>,
+    pub(super) scheduling: Vec<Scheduling>,
     pub(super) timers: Vec<Timer>,
     /// The processes that somebody else had stopped, as they see themselves.
     pub(super) stopped: Vec<i32>,
@@ -162,6 +165,7 @@ impl Still<'_, '_> {
             fifos,
             control_groups: groups.groups,
             bindings: affinity::capture(&tree),
+            scheduling: scheduling::capture(&tree),
             timers: timers::capture(&places, &tree),
             stopped,
             objects: self.objects.take().map(|had| (had, left_out)),
@@ -304,6 +308,7 @@ impl Still<'_, '_> {
             let name = self.seen.names.get(&unknown.pid).cloned().unwrap_or_default();
             return Err(self.refuse(Refusal::UnknownTimer { pid: unknown.pid, name, id: unknown.id }));
         }
+        criu::image::forget_policies(self.dir).map_err(|e| chain(&e))?;
         let subject = self.env.subject;
         tcp::capture::close_in_image(subject.options.tcp, self.seen.tcp, subject.job.world.subnet(), self.dir)
             .map_err(|e| chain(&e))?;

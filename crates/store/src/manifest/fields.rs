@@ -79,6 +79,10 @@ pub struct Manifest {
     /// Threads that were bound to other processors than the supervisor. Empty in an image of an earlier version.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub bindings: Vec<Binding>,
+    /// Threads that were not scheduled as an ordinary program. Empty in an image of an earlier version, whose threads are as
+    /// CRIU restores them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub scheduling: Vec<Scheduling>,
     /// Timers that are descriptors and ran. Those of an image of an earlier version are as CRIU restores them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub timers: Vec<Timer>,
@@ -513,4 +517,28 @@ pub struct Timer {
     pub interval_ns: i64,
     /// Ticks that nobody had read.
     pub ticks: u64,
+}
+
+/// Threads that were scheduled in the same way (sched_setattr(2)).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Scheduling {
+    /// The ids of the threads, as they see themselves.
+    pub threads: Vec<i32>,
+    /// `SCHED_*`
+    pub policy: u32,
+    /// `SCHED_FLAG_*`
+    pub flags: u64,
+    /// The nice value.
+    pub nice: i32,
+    /// Of SCHED_FIFO and SCHED_RR, else 0.
+    pub priority: u32,
+    /// Of SCHED_DEADLINE, in nanoseconds, else a time slice; 0 if the kernel chose it.
+    pub runtime_ns: u64,
+    /// Of SCHED_DEADLINE, in nanoseconds, else 0.
+    pub deadline_ns: u64,
+    /// Of SCHED_DEADLINE, in nanoseconds, else 0.
+    pub period_ns: u64,
+    /// The least and the greatest utilization, if they were clamped.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub clamps: Option<(u32, u32)>,
 }

@@ -56,6 +56,17 @@ fn a_manifest_survives_its_bytes() {
             },
         ],
         bindings: vec![Binding { processors: "0-1".into(), threads: vec![7] }],
+        scheduling: vec![Scheduling {
+            threads: vec![7],
+            policy: 6,
+            flags: u64::MAX,
+            nice: -20,
+            priority: 0,
+            runtime_ns: 1,
+            deadline_ns: 2,
+            period_ns: u64::MAX,
+            clamps: Some((0, 1024)),
+        }],
         timers: vec![Timer {
             pid: 1001,
             fd: 3,
