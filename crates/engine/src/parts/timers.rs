@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::os::fd::OwnedFd;
 
 use rekindle_os::process;
 use rekindle_os::timerfd::{ABSOLUTE, Counts, Running, has_own_clocks};
@@ -19,24 +20,68 @@ pub(crate) fn capture(places: &[(i32, i32)], tree: &[i32]) -> Vec<Timer> {
         return Vec::new();
     }
     let outer: BTreeMap<i32, i32> = tree.iter().filter_map(|pid| Some((process::inner_pid(*pid)?, *pid))).collect();
-    let read = |(pid, fd): &(i32, i32)| match capture_one(*outer.get(pid)?, *pid, *fd) {
-        Ok(found) => found,
-        Err(error) => {
-            tracing::debug!(pid, fd, "cannot read a timer: {error}");
-            None
+    let mut found = Vec::new();
+    // Those of a process follow each other.
+    for of_one in places.chunk_by(|(one, _), (other, _)| one == other) {
+        let Some((pid, outer)) = of_one.first().and_then(|(pid, _)| Some((*pid, *outer.get(pid)?))) else { continue };
+        let owner = match Owner::open(outer) {
+            Ok(owner) => owner,
+            Err(error) => {
+                tracing::debug!(pid, "cannot read the timers of a process: {error}");
+                continue;
+            }
+        };
+        for (pid, fd) in of_one {
+            match owner.timer(*pid, *fd) {
+                Ok(timer) => found.extend(timer),
+                Err(error) => tracing::debug!(pid, fd, "cannot read a timer: {error}"),
+            }
         }
-    };
-    places.iter().filter_map(read).collect()
+    }
+    found
 }
 
-fn capture_one(outer: i32, pid: i32, fd: i32) -> io::Result<Option<Timer>> {
-    let timer = process::fetch_descriptor(&process::open_pidfd(outer)?, fd)?;
-    let Some(Running { clock, flags, due, left, interval, ticks }) = Running::of(outer, fd, &timer)? else {
-        return Ok(None);
-    };
-    let Some(counts) = Counts::of(clock, flags) else { return Ok(None) };
-    let due_ns = due.saturating_add(counts.ahead(outer)?);
-    Ok(Some(Timer { pid, fd, clock, flags, due_ns, left_ns: left, interval_ns: interval, ticks }))
+/// A process with timers.
+struct Owner {
+    outer: i32,
+    pidfd: OwnedFd,
+    /// How much more its CLOCK_MONOTONIC and CLOCK_BOOTTIME show than ours, in nanoseconds.
+    awake: i64,
+    boot: i64,
+    has_own_clocks: bool,
+}
+
+impl Owner {
+    fn open(outer: i32) -> io::Result<Owner> {
+        let pidfd = process::open_pidfd(outer)?;
+        let (awake, boot) = (Counts::Awake.ahead(outer)?, Counts::Boot.ahead(outer)?);
+        Ok(Owner { outer, pidfd, awake, boot, has_own_clocks: has_own_clocks(outer) })
+    }
+
+    fn ahead(&self, counts: Counts) -> i64 {
+        match counts {
+            Counts::Day => 0,
+            Counts::Awake => self.awake,
+            Counts::Boot => self.boot,
+        }
+    }
+
+    fn timer(&self, pid: i32, fd: i32) -> io::Result<Option<Timer>> {
+        let timer = process::fetch_descriptor(&self.pidfd, fd)?;
+        let Some(Running { clock, flags, due, left, interval, ticks }) = Running::of(self.outer, fd, &timer)? else {
+            return Ok(None);
+        };
+        let Some(counts) = Counts::of(clock, flags) else { return Ok(None) };
+        let due_ns = due.saturating_add(self.ahead(counts));
+        Ok(Some(Timer { pid, fd, clock, flags, due_ns, left_ns: left, interval_ns: interval, ticks }))
+    }
+
+    fn set(&self, timer: &Timer) -> io::Result<()> {
+        let Some(counts) = Counts::of(timer.clock, timer.flags) else { return Ok(()) };
+        let fd = process::fetch_descriptor(&self.pidfd, timer.fd)?;
+        let clock = Clock { counts, now: counts.now(), ahead: self.ahead(counts), goes_on: self.has_own_clocks };
+        clock.running(timer).set(&fd)
+    }
 }
 
 /// Sets them again, before the job runs. A failure does not prevent the job from running, and is reported.
@@ -46,22 +91,18 @@ pub(crate) fn put_back(root: i32, manifest: &Manifest) {
     }
     let tree: BTreeMap<i32, i32> =
         process::tree(root).into_iter().filter_map(|pid| Some((process::inner_pid(pid)?, pid))).collect();
-    for timer in &manifest.timers {
-        let Timer { pid, fd, .. } = timer;
-        let set = match tree.get(pid) {
-            Some(outer) => put_back_one(*outer, timer),
-            None => Err(io::Error::other("the process is not there")),
-        };
-        if let Err(error) = set {
-            tracing::warn!("timer {fd} of process {pid} may fire too early or too late: {error}");
+    for of_one in manifest.timers.chunk_by(|one, other| one.pid == other.pid) {
+        let pid = of_one.first().map_or(0, |timer| timer.pid);
+        let none = || io::Error::other("the process is not there");
+        let owner = tree.get(&pid).ok_or_else(none).and_then(|outer| Owner::open(*outer));
+        let set = |timer| owner.as_ref().map_err(|error| io::Error::other(error.to_string()))?.set(timer);
+        let failed: Vec<(i32, io::Error)> =
+            of_one.iter().filter_map(|timer| Some((timer.fd, set(timer).err()?))).collect();
+        if let Some((_, error)) = failed.first() {
+            let numbers: Vec<i32> = failed.iter().map(|(fd, _)| *fd).collect();
+            tracing::warn!("timers {numbers:?} of process {pid} may fire too early or too late: {error}");
         }
     }
-}
-
-fn put_back_one(outer: i32, timer: &Timer) -> io::Result<()> {
-    let Some(counts) = Counts::of(timer.clock, timer.flags) else { return Ok(()) };
-    let clock = Clock { counts, now: counts.now(), ahead: counts.ahead(outer)?, goes_on: has_own_clocks(outer) };
-    process::fetch_descriptor(&process::open_pidfd(outer)?, timer.fd).and_then(|fd| clock.running(timer).set(&fd))
 }
 
 /// A clock of a restored process.
@@ -141,10 +182,11 @@ mod tests {
         };
         assert_eq!((of, fd), (inner, running.as_raw_fd()));
         assert_eq!(capture(&places, &[]), []);
+        let owner = Owner::open(pid).unwrap();
         let manifest_timer = Timer { left_ns: 5_000_000_000, ..found[0] };
-        put_back_one(pid, &manifest_timer).unwrap();
+        owner.set(&manifest_timer).unwrap();
         let again = capture(&places, &[pid]);
         assert!(again[0].left_ns <= 5_000_000_000, "{again:?}");
-        assert!(put_back_one(pid, &Timer { fd: i32::MAX, ..found[0] }).is_err());
+        assert!(owner.set(&Timer { fd: i32::MAX, ..found[0] }).is_err());
     }
 }
