@@ -666,6 +666,45 @@ def timerfds():
     count(check)
 
 
+def program(kind):
+    """A program without a file: from memory, until the file `end`, or a deleted one."""
+    with open("/bin/cat", "rb") as original:
+        content = original.read()
+    source, sink = os.pipe()
+    if kind == "from-memory":
+        descriptor = os.memfd_create("program")
+        os.write(descriptor, content)
+    else:
+        with open(path("program"), "wb") as file:
+            file.write(content)
+        os.chmod(path("program"), 0o755)
+        descriptor = os.open(path("program"), os.O_RDONLY)
+        os.remove(path("program"))
+    echo, answers = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(source, 0)
+        os.dup2(answers, 1)
+        # Its end for writing would keep it from the end of its input.
+        os.close(sink)
+        os.execve(descriptor, ["cat"], os.environ)
+    os.close(source)
+
+    runs = [True]
+
+    def check(_):
+        if runs[0] and os.path.exists(path("end")):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            os.remove(path("end"))
+            runs[0] = False
+        if runs[0]:
+            os.write(sink, b"x")
+            need(os.read(echo, 2) == b"x", "the program does not answer")
+
+    count(check)
+
+
 def posix_timers():
     """One whose thread has ended, one of a thread's CPU time, and one of the process' CPU time. None of them fires."""
     numbers = {"x86_64": (222, 223, 224), "aarch64": (107, 110, 108)}  # timer_create, timer_settime, timer_gettime
@@ -956,6 +995,8 @@ KINDS = {
     "ticks": ticks,
     "timerfds": timerfds,
     "posix-timers": posix_timers,
+    "from-memory": lambda: program("from-memory"),
+    "deleted-program": lambda: program("deleted-program"),
     "scheduled": scheduled,
     "bound": bound,
     "signals": signals,

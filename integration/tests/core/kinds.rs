@@ -62,6 +62,7 @@ kinds! {
     a_deleted_file: "ghost",
     timers_and_sleeps: "timers",
     a_timer_whose_ticks_are_read_late: "ticks",
+    a_program_whose_file_is_deleted: "deleted-program",
     timers_of_dead_threads_and_of_cpu_time: "posix-timers",
     threads_of_each_scheduling_policy: "scheduled",
     timers_that_are_descriptors_fire_when_they_are_due: "timerfds",
@@ -288,6 +289,23 @@ fn no_snapshot_breaks_a_write_lease() {
     run.wait_for("it is released", || !lab.file("release").exists());
     run.signal(nix::sys::signal::Signal::SIGUSR1);
     run.wait_for("an image", || !lab.good().is_empty());
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
+/// CRIU dumps it and cannot restore it.
+#[test]
+fn a_program_in_memory_is_refused_until_it_ends() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = lab.python("kinds.py", &["from-memory", lab.path().to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    run.signal(Signal::SIGUSR1);
+    run.wait_said("runs a program that is in memory and in no file (memfd:program: memfd_create and fexecve)");
+    count_on(&lab, &mut run, 5);
+    std::fs::write(lab.file("end"), "").unwrap();
+    run.wait_for("it has ended", || !lab.file("end").exists());
+    run.snapshot(&lab);
     run.crash(&lab);
     count_on(&lab, &mut run, 5);
     finish(&lab, run);

@@ -214,7 +214,7 @@ impl Still<'_, '_> {
         let root = self.env.root();
         dead.tree
             .iter()
-            .try_for_each(|pid| preflight::check_namespaces(*pid, root))
+            .try_for_each(|pid| preflight::check_namespaces(*pid, root).and_then(|()| preflight::check_program(*pid)))
             .map_err(|refusal| self.refuse(refusal))?;
         let (subject, patience) = (self.env.subject, waiting::patience(self.env.reason));
         let (wanted, subnet) = (subject.options.tcp, subject.job.world.subnet());

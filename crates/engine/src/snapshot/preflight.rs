@@ -1,6 +1,7 @@
 //! Checks whether a snapshot is possible. It runs while the job runs, so a refusal costs the job nothing.
 
 use std::collections::BTreeMap;
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use bytesize::ByteSize;
@@ -58,6 +59,17 @@ pub enum Refusal {
         what: &'static str,
         /// What helps.
         hint: &'static str,
+    },
+    /// CRIU dumps it, and looks for a file at the restore.
+    #[error(
+        "process {pid} ({name}) runs a program that is in memory and in no file ({program}: memfd_create and fexecve), which CRIU dumps \
+         and cannot restore: run it from a file, which may be deleted once it runs. Snapshots continue when it has ended"
+    )]
+    Program {
+        pid: i32,
+        name: String,
+        /// What the kernel calls the program.
+        program: String,
     },
     /// A restore would have it count the CPU time of another thread.
     #[error(
@@ -248,6 +260,7 @@ fn check_process(pid: i32, root: i32) -> Result<(), Refusal> {
         return Err(Refusal::Traced { pid, name, tracer });
     }
     check_namespaces(pid, root)?;
+    check_program(pid)?;
     if let Some(id) = posix_timers::unknown(pid) {
         let (pid, name) = shown(pid);
         return Err(Refusal::UnknownTimer { pid, name, id });
@@ -269,6 +282,22 @@ fn check_descriptor(pid: i32, number: i32, target: &Path) -> Result<(), Refusal>
         return refuse("a timer of an alarm clock (CLOCK_REALTIME_ALARM or CLOCK_BOOTTIME_ALARM)", hint);
     }
     Ok(())
+}
+
+/// Checks that the program of a process is, or was, a file. What is dead has none.
+pub(super) fn check_program(pid: i32) -> Result<(), Refusal> {
+    match std::fs::read_link(format!("/proc/{pid}/exe")) {
+        // A file of this name in the root folder would not be deleted.
+        Ok(link)
+            if link.as_os_str().as_bytes().starts_with(b"/memfd:")
+                && link.to_string_lossy().ends_with(" (deleted)") =>
+        {
+            let (pid, name) = shown(pid);
+            let program = link.to_string_lossy().trim_start_matches('/').trim_end_matches(" (deleted)").to_owned();
+            Err(Refusal::Program { pid, name, program })
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Checks that a process has the namespaces of the root. What is dead has none.
@@ -444,6 +473,23 @@ mod tests {
         assert_eq!(before, Ok(()));
         let text = after.unwrap_err().to_string();
         assert!(text.contains(&format!("{}/cgroup.freeze", group.display())), "{text}");
+    }
+
+    #[test]
+    fn a_program_from_memory_is_refused() {
+        use std::os::fd::AsRawFd;
+        let memory = nix::sys::memfd::memfd_create("a program", nix::sys::memfd::MFdFlags::empty()).unwrap();
+        let program = format!("/proc/{}/fd/{}", std::process::id(), memory.as_raw_fd());
+        let mut to = std::fs::File::from(memory.try_clone().unwrap());
+        std::io::copy(&mut std::fs::File::open("/bin/sleep").unwrap(), &mut to).unwrap();
+        let mut child = std::process::Command::new(program).arg("60").spawn().unwrap();
+        let checked = check_program(child.id().cast_signed());
+        let _ = child.kill();
+        let _ = child.wait();
+        let text = checked.unwrap_err().to_string();
+        assert!(text.contains("(memfd:a program: memfd_create and fexecve)"), "{text}");
+        assert_eq!(check_program(std::process::id().cast_signed()), Ok(()));
+        assert_eq!(check_program(i32::MAX), Ok(()));
     }
 
     #[test]
