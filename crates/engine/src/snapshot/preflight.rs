@@ -1,8 +1,8 @@
 //! Checks whether a snapshot is possible. It runs while the job runs, so a refusal costs the job nothing.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use bytesize::ByteSize;
 
@@ -71,6 +71,20 @@ pub enum Refusal {
         /// What the kernel calls the program.
         program: String,
     },
+    /// CRIU has a table of a fixed size.
+    #[error(
+        "the job has {have} pipes open for reading, and CRIU dumps at most {most} (process {pid}, {name}, has {own}): close pipes that are \
+         not needed, or use socket pairs (socketpair) or eventfds in their place"
+    )]
+    Pipes {
+        have: usize,
+        /// The size of the table.
+        most: usize,
+        /// The process that has the most of them.
+        pid: i32,
+        name: String,
+        own: usize,
+    },
     /// A restore would have it count the CPU time of another thread.
     #[error(
         "process {pid} ({name}) has a POSIX timer (ID {id} in its /proc/PID/timers) that counts the CPU time of one of its threads \
@@ -122,7 +136,36 @@ pub enum Refusal {
 pub(super) fn check(tree: &[i32], subject: &Subject<'_>) -> Result<(), Refusal> {
     let root = subject.job.root.pid();
     tree.iter().try_for_each(|pid| check_process(*pid, root))?;
+    check_pipes(tree, MOST_PIPES)?;
     check_stop(tree)
+}
+
+/// `NR_PIPES_WITH_DATA` of CRIU (4.2): pipes of which a process has the end for reading, with data or without. CRIU ends a dump with more
+/// of them with "OOM storing pipe". It counts those of a name (FIFOs) apart.
+const MOST_PIPES: usize = 1024;
+
+fn check_pipes(tree: &[i32], most: usize) -> Result<(), Refusal> {
+    let pipes =
+        |pid: i32| process::descriptors(pid).filter(|(_, target)| target.as_os_str().as_bytes().starts_with(b"pipe:["));
+    let mut all: BTreeSet<PathBuf> = tree.iter().flat_map(|pid| pipes(*pid)).map(|(_, pipe)| pipe).collect();
+    if all.len() <= most {
+        return Ok(());
+    }
+    // Only now, because it takes longer.
+    let read = |pid: i32| -> BTreeSet<PathBuf> {
+        let is_read =
+            |number| process::open_flags(pid, number).is_ok_and(|flags| flags & libc::O_ACCMODE != libc::O_WRONLY);
+        pipes(pid).filter(|(number, _)| is_read(*number)).map(|(_, pipe)| pipe).collect()
+    };
+    let each: Vec<(i32, BTreeSet<PathBuf>)> = tree.iter().map(|pid| (*pid, read(*pid))).collect();
+    all = each.iter().flat_map(|(_, own)| own).cloned().collect();
+    match each.iter().max_by_key(|(_, own)| own.len()) {
+        Some((pid, own)) if all.len() > most => {
+            let (pid, name) = shown(*pid);
+            Err(Refusal::Pipes { have: all.len(), most, pid, name, own: own.len() })
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Checks that CRIU can stop these processes without harm, and will not wait for one of them. Cheap enough for the moment
@@ -473,6 +516,18 @@ mod tests {
         assert_eq!(before, Ok(()));
         let text = after.unwrap_err().to_string();
         assert!(text.contains(&format!("{}/cgroup.freeze", group.display())), "{text}");
+    }
+
+    #[test]
+    fn more_pipes_than_criu_dumps_are_refused() {
+        let pid = std::process::id().cast_signed();
+        assert_eq!(check_pipes(&[pid], MOST_PIPES), Ok(()));
+        let pipes: Vec<_> = (0..3).map(|_| std::io::pipe().unwrap()).collect();
+        let refusal = check_pipes(&[pid], 2).unwrap_err();
+        assert!(matches!(refusal, Refusal::Pipes { have: 3.., most: 2, own: 3.., .. }), "{refusal:?}");
+        let text = refusal.to_string();
+        assert!(text.contains("CRIU dumps at most 2") && text.contains("socketpair"), "{text}");
+        drop(pipes);
     }
 
     #[test]
