@@ -10,6 +10,7 @@
 //! | `affinity` | threads that are bound to processors | bound again, to those that we may use |
 //! | `scheduling` | policies, nice values, deadlines, clamps | what CRIU does not set |
 //! | `posix_timers` | POSIX timers, by CRIU; what it would get wrong is corrected in the image | by CRIU |
+//! | `cpu_time` | how much processor time was used | nothing: it is told that it begins at 0 |
 //! | `timers` | timers that are descriptors | set to the time at which they fire |
 //! | [`devices`] | NVIDIA's devices in processes without CUDA | left out of the image |
 //! | `fds` | descriptors in flight between processes | by CRIU; the snapshot waits for those that CRIU cannot restore |
@@ -21,6 +22,7 @@
 
 pub(crate) mod access;
 pub(crate) mod affinity;
+pub(crate) mod cpu_time;
 pub mod devices;
 pub(crate) mod events;
 pub(crate) mod fds;

@@ -58,6 +58,9 @@ impl Raw {
 /// Threads that read: each waits for nothing but the kernel.
 const THREADS: usize = 4;
 
+/// What a process or thread is called that is none of the job.
+const OUTSIDE: &str = "outside";
+
 /// Ids of the job's threads as it sees them, by what we see.
 #[derive(Debug)]
 struct Pids(BTreeMap<i32, i32>);
@@ -67,7 +70,7 @@ impl Pids {
     fn inner(&self, outer: i32) -> String {
         match self.0.get(&outer) {
             Some(inner) => inner.to_string(),
-            None => "outside".to_owned(),
+            None => OUTSIDE.to_owned(),
         }
     }
 }

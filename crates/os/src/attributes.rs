@@ -1,50 +1,9 @@
-//! What another thread or descriptor has, and only a system call tells: scheduling, I/O priority, robust list, the owner of
+//! What another thread or descriptor has, and only a system call tells: I/O priority, robust list, the owner of
 //! a descriptor, the size of a pipe, the length of queues.
 #![allow(unsafe_code, reason = "system calls that the libraries do not have; each block says why it is sound")]
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
-
-/// The scheduling of a thread (sched_getattr(2)).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Scheduling {
-    /// The policy: `SCHED_OTHER` and so on.
-    pub policy: u32,
-    /// Flags: `SCHED_FLAG_RESET_ON_FORK` and so on.
-    pub flags: u64,
-    /// The nice value.
-    pub nice: i32,
-    /// The static priority of a real-time policy.
-    pub priority: u32,
-}
-
-/// The scheduling of a thread.
-///
-/// # Errors
-/// When it is gone (ESRCH).
-pub fn scheduling(thread: i32) -> io::Result<Scheduling> {
-    // SAFETY: all zeros are a valid value of these numbers.
-    let mut attributes: libc::sched_attr = unsafe { std::mem::zeroed() };
-    // SAFETY: the buffer is a live local of the size that is given.
-    let result = unsafe {
-        libc::syscall(
-            libc::SYS_sched_getattr,
-            libc::c_long::from(thread),
-            &raw mut attributes,
-            size_of::<libc::sched_attr>(),
-            0_usize,
-        )
-    };
-    if result != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(Scheduling {
-        policy: attributes.sched_policy,
-        flags: attributes.sched_flags,
-        nice: attributes.sched_nice,
-        priority: attributes.sched_priority,
-    })
-}
 
 /// `IOPRIO_WHO_PROCESS` of linux/ioprio.h: one thread.
 const ONE_THREAD: libc::c_long = 1;
@@ -187,11 +146,9 @@ mod tests {
             let own = rustix::thread::gettid().as_raw_nonzero().get();
             set_io_priority(own, 3 << 13).unwrap();
             assert_eq!(io_priority(own).unwrap(), 3 << 13);
-            assert_eq!(scheduling(own).unwrap().policy, 0);
-            assert_ne!(robust_list(own).unwrap(), 0, "the C library gives each thread one");
+                assert_ne!(robust_list(own).unwrap(), 0, "the C library gives each thread one");
         });
         set.join().unwrap();
-        assert_eq!(scheduling(i32::MAX).unwrap_err().raw_os_error(), Some(libc::ESRCH));
         assert_eq!(io_priority(i32::MAX).unwrap_err().raw_os_error(), Some(libc::ESRCH));
     }
 

@@ -161,6 +161,15 @@ pub fn cpu_ticks(pid: i32) -> Option<u64> {
     Some(stat.utime + stat.stime + stat.cutime.cast_unsigned() + stat.cstime.cast_unsigned())
 }
 
+/// Processor time of a process, without that of its children.
+#[must_use]
+pub fn cpu_time(pid: i32) -> Option<Duration> {
+    let stat = stat(pid)?;
+    let ticks = u128::from(stat.utime) + u128::from(stat.stime);
+    let ms = ticks * 1000 / u128::from(rustix::param::clock_ticks_per_second()).max(1);
+    Some(Duration::from_millis(u64::try_from(ms).unwrap_or(u64::MAX)))
+}
+
 /// The pid of the tracer of a process or thread, 0 without one.
 #[must_use]
 pub fn tracer(pid: i32) -> Option<i32> {
@@ -401,6 +410,7 @@ mod tests {
         assert_eq!((ended(pid), tracer(pid), inner_pid(pid).is_some()), (None, Some(0), true));
         assert_eq!(status(pid, "Tgid"), Some(pid.to_string()));
         assert!(start_time(pid) >= start_time(std::process::id().cast_signed()));
+        assert!(cpu_time(pid).is_some_and(|time| time < Duration::from_secs(10)));
         assert!(cpu_ticks(pid).is_some_and(|ticks| ticks < 1000) && stack_start(pid).is_some());
         let (_, input) = descriptors(pid).find(|(number, _)| *number == 0).unwrap();
         assert!(input.to_str().unwrap().starts_with("pipe:["), "{}", input.display());

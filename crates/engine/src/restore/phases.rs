@@ -18,8 +18,7 @@ use crate::parts::gpu::placement::Relocation;
 use crate::parts::gpu::put_back as gpu;
 use crate::parts::kept::put_back::Ahead;
 use crate::parts::objects::Recorded;
-use crate::parts::{access, affinity, groups, listeners, locks, tcp, timers};
-use crate::parts::{access, affinity, groups, listeners, locks, scheduling, tcp, timers};
+use crate::parts::{access, affinity, cpu_time, groups, listeners, locks, scheduling, tcp, timers};
 use crate::snapshot::CRIU_DIR;
 use crate::snapshot::opened::opened;
 use crate::steps::{self, Failed, Step, Timer};
@@ -288,6 +287,7 @@ impl Restore<'_> {
     fn revived(self) -> Result<Revived, Error> {
         let lost = self.lost();
         let Made::Job(job) = self.made else { return Err(lost) };
+        cpu_time::tell(self.manifest.cpu_time);
         Ok(Revived { job, open: self.open, gpus: self.gpus })
     }
 

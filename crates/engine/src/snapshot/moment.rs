@@ -18,7 +18,7 @@ use crate::parts::files::capture::Captured;
 use crate::parts::files::record;
 use crate::parts::gpu::capture as gpu;
 use crate::parts::tcp::waiting::{self, Unaccepted};
-use crate::parts::{access, affinity, fds::InFlight, groups, objects, posix_timers, scheduling, tcp, timers};
+use crate::parts::{access, affinity, cpu_time, fds::InFlight, groups, objects, posix_timers, scheduling, tcp, timers};
 use rekindle_base::chain;
 use rekindle_criu as criu;
 use rekindle_objects::Raw;
@@ -27,7 +27,7 @@ use rekindle_os::exits::Watched;
 use rekindle_os::{process, ptrace, ulp};
 use rekindle_store::ImageId;
 use rekindle_store::manifest::{
-    Binding, ControlGroup, Fifo, Folder, GivenFile, JobRights, OpenFile, SavedLink, Scheduling, Timer,
+    Binding, ControlGroup, CpuTime, Fifo, Folder, GivenFile, JobRights, OpenFile, SavedLink, Scheduling, Timer,
 };
 
 /// What was recorded.
@@ -42,7 +42,7 @@ pub(super) struct Moment {
     pub(super) control_groups: Vec<ControlGroup>,
     pub(super) bindings: Vec<Binding>,
     pub(super) scheduling: Vec<Scheduling>,
-    pub(super) timers: Vec<Timer>,
+    pub(super) times: Times,
     /// The processes that somebody else had stopped, as they see themselves.
     pub(super) stopped: Vec<i32>,
     /// What the kernel had of the tasks.
@@ -51,6 +51,12 @@ pub(super) struct Moment {
     pub(super) notes: Vec<String>,
     /// The processes below the root. One that dies once they run is in the image, and its death must be noticed.
     pub(super) open: Vec<Watched>,
+}
+
+/// What a restore needs of the clocks of the processes.
+pub(super) struct Times {
+    pub(super) timers: Vec<Timer>,
+    pub(super) cpu: Option<CpuTime>,
 }
 
 /// Why no image may be taken at this moment. Examined after CRIU has ended.
@@ -166,7 +172,7 @@ impl Still<'_, '_> {
             control_groups: groups.groups,
             bindings: affinity::capture(&tree),
             scheduling: scheduling::capture(&tree),
-            timers: timers::capture(&places, &tree),
+            times: Times { timers: timers::capture(&places, &tree), cpu: cpu_time::capture(&tree) },
             stopped,
             objects: self.objects.take().map(|had| (had, left_out)),
             notes,

@@ -8,7 +8,7 @@ use rekindle_os::process as os_process;
 use super::descriptor;
 use super::identity::Named;
 use super::thread;
-use super::{Pids, field, innermost, mappings, pidfd, text};
+use super::{OUTSIDE, Pids, field, innermost, mappings, pidfd, text};
 use crate::record::{self, Items};
 
 /// What was read.
@@ -164,16 +164,32 @@ fn limits(text: &str) -> String {
     lines.collect::<Vec<_>>().join("\n")
 }
 
-/// The table of timers, with the ids that the job sees. A timer's signal value is an address in the process.
+/// The table of timers, a line for each, with the ids that the job sees. One whose thread has ended signals nobody, as one
+/// of SIGEV_NONE. A clock of CPU time can be that of the thread itself or one with its number.
 fn timers(text: &str, pids: &Pids) -> String {
-    let line = |line: &str| match line.rsplit_once('.').filter(|_| line.starts_with("notify:")) {
-        Some((before, id)) => match id.trim().parse() {
-            Ok(id) => format!("{before}.{}", pids.inner(id)),
-            Err(_) => line.to_owned(),
-        },
-        None => line.to_owned(),
-    };
-    text.lines().map(line).collect::<Vec<_>>().join("\n")
+    let mut all: Vec<String> = Vec::new();
+    for line in text.lines() {
+        let (name, value) = line.split_once(':').unwrap_or((line, ""));
+        let value = value.trim();
+        match name {
+            "ID" => all.push(format!("timer {value}")),
+            "notify" => {
+                let (kind, id) = value.rsplit_once('.').unwrap_or((value, ""));
+                let target = id.parse().map_or_else(|_| id.to_owned(), |id| pids.inner(id));
+                let nobody = kind.starts_with("none") || target == OUTSIDE;
+                let whom = if nobody { "nobody".to_owned() } else { format!("{kind}.{target}") };
+                all.last_mut().into_iter().for_each(|timer| timer.push_str(&format!(" for {whom}")));
+            }
+            "ClockID" => {
+                let is_of_cpu_time = value.parse::<i32>().is_ok_and(|clock| clock < 0 || matches!(clock, 2 | 3));
+                let clock = if is_of_cpu_time { "of CPU time" } else { value };
+                all.last_mut().into_iter().for_each(|timer| timer.push_str(&format!(" clock {clock}")));
+            }
+            // The signal of one that signals nobody means nothing.
+            _ => {}
+        }
+    }
+    all.join("\n")
 }
 
 #[cfg(test)]
@@ -194,7 +210,11 @@ mod tests {
     fn timers_name_the_threads_that_the_job_sees() {
         let text = "ID: 0\nsignal: 34/00007f0000000000\nnotify: signal/tid.4711\nClockID: 1\n";
         let pids = Pids([(4711, 1003)].into());
-        assert_eq!(timers(text, &pids), "ID: 0\nsignal: 34/00007f0000000000\nnotify: signal/tid.1003\nClockID: 1");
-        assert!(timers(text, &Pids(BTreeMap::new())).contains("tid.outside"), "its thread has ended");
+        assert_eq!(timers(text, &pids), "timer 0 for signal/tid.1003 clock 1");
+        let ended = timers(text, &Pids(BTreeMap::new()));
+        assert_eq!(ended, "timer 0 for nobody clock 1");
+        assert_eq!(ended, timers(&text.replace("signal/tid", "none/pid"), &pids), "as it is restored");
+        let of_cpu_time = |clock: &str| timers(&text.replace("ClockID: 1", clock), &pids);
+        assert_eq!(of_cpu_time("ClockID: 3"), of_cpu_time("ClockID: -37682"));
     }
 }

@@ -1,6 +1,7 @@
 //! A thread: what it has of its own.
 
-use rekindle_os::attributes::{self, Scheduling};
+use rekindle_os::attributes;
+use rekindle_os::scheduling::Attributes;
 
 use super::{field, innermost, text};
 use crate::record::{self, Items};
@@ -13,7 +14,7 @@ pub(super) struct Raw {
     pub(super) status: String,
     slack: Option<String>,
     personality: Option<String>,
-    scheduling: Option<Scheduling>,
+    scheduling: Option<Attributes>,
     io_priority: Option<u16>,
     robust_list: Option<usize>,
 }
@@ -27,7 +28,7 @@ impl Raw {
             status: text(&format!("/proc/{pid}/task/{tid}/status")).unwrap_or_default(),
             slack: file("timerslack_ns"),
             personality: file("personality"),
-            scheduling: attributes::scheduling(tid).ok(),
+            scheduling: Attributes::of(tid).ok(),
             io_priority: attributes::io_priority(tid).ok(),
             robust_list: attributes::robust_list(tid).ok(),
         }
@@ -92,7 +93,7 @@ fn io_priority(value: u16) -> String {
     format!("{class} {}", value & 0x1fff)
 }
 
-fn scheduling(Scheduling { policy, flags, nice, priority }: Scheduling) -> String {
+fn scheduling(Attributes { policy, flags, nice, priority, .. }: Attributes) -> String {
     let policy = match i32::try_from(policy) {
         Ok(libc::SCHED_OTHER) => "other".to_owned(),
         Ok(libc::SCHED_FIFO) => "fifo".to_owned(),

@@ -83,6 +83,9 @@ pub struct Manifest {
     /// CRIU restores them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub scheduling: Vec<Scheduling>,
+    /// The processor time of the process that had used most; none if that was little, or in an image of an earlier version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_time: Option<CpuTime>,
     /// Timers that are descriptors and ran. Those of an image of an earlier version are as CRIU restores them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub timers: Vec<Timer>,
@@ -541,4 +544,13 @@ pub struct Scheduling {
     /// The least and the greatest utilization, if they were clamped.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub clamps: Option<(u32, u32)>,
+}
+
+/// Processor time that a process has used since it began or was restored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CpuTime {
+    /// The process, as it sees itself.
+    pub pid: i32,
+    /// In milliseconds.
+    pub ms: u64,
 }

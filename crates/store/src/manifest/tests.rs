@@ -56,6 +56,7 @@ fn a_manifest_survives_its_bytes() {
             },
         ],
         bindings: vec![Binding { processors: "0-1".into(), threads: vec![7] }],
+        cpu_time: Some(CpuTime { pid: 1001, ms: u64::MAX }),
         scheduling: vec![Scheduling {
             threads: vec![7],
             policy: 6,
