@@ -34,7 +34,7 @@ const BASE: [&str; 10] =
     ["chain", "ended", "micros", "moved", "notice", "percentage", "units", "xid", "cause", "interval"];
 
 /// The modules for Linux.
-const OS: [&str; 40] = [
+const OS: [&str; 41] = [
     "affinity",
     "attributes",
     "same",
@@ -73,6 +73,7 @@ const OS: [&str; 40] = [
     "rights",
     "spawn",
     "tcp_repair",
+    "terminal",
     "ulp",
     "exits",
 ];

@@ -20,8 +20,10 @@ import shutil
 import socket
 import struct
 import sys
+import termios
 import threading
 import time
+import tty
 import zlib
 
 KIND, FOLDER = sys.argv[1], sys.argv[2]
@@ -887,6 +889,68 @@ def terminals():
     count(check)
 
 
+def unread_terminals():
+    """Output and input that wait in terminals: cooked, raw, in packet mode, with an end of file, closed by its program."""
+
+    def opened(raw=False, echo=False):
+        master, slave = os.openpty()
+        settings = termios.tcgetattr(slave)
+        if raw:
+            tty.setraw(slave)
+            settings = termios.tcgetattr(slave)
+        if not echo:
+            settings[3] &= ~termios.ECHO
+        termios.tcsetattr(slave, termios.TCSANOW, settings)
+        os.set_blocking(master, False)
+        return master, slave
+
+    def all_of(fd, length, end=b""):
+        found = b""
+        while len(found) < length:
+            try:
+                found += os.read(fd, length - len(found))
+            except BlockingIOError:
+                time.sleep(0.001)
+        try:
+            need(os.read(fd, 100) == end, fd, "has more than", found)
+        except BlockingIOError:
+            need(end == b"", fd, "has nothing more")
+        return found
+
+    plain, echoing, raw, packet, cooked = opened(), opened(echo=True), opened(raw=True), opened(), opened()
+    fcntl.ioctl(packet[0], termios.TIOCPKT, struct.pack("i", 1))
+    closed = os.openpty()
+    os.write(closed[1], b"last\n")
+    os.close(closed[1])
+
+    def check(n):
+        if n > 1:
+            line = b"%d\n" % (n - 1)
+            shown = line.replace(b"\n", b"\r\n")
+            need(all_of(plain[0], len(shown)) == shown, "output", n)
+            need(all_of(echoing[0], len(shown)) == shown, "echo", n)
+            need(os.read(echoing[1], 100) == line, "echoed line", n)
+            need(os.read(raw[1], 100) == line + b"\x03", "raw input", n)
+            need(all_of(packet[0], len(shown) + 1) == b"\0" + shown, "packet", n)
+            # A line, a line that ends with the file, and the end of the file.
+            need([os.read(cooked[1], 100) for _ in range(3)] == [line, line[:-1], b""], "input", n)
+        line = b"%d\n" % n
+        os.write(plain[1], line)
+        os.write(echoing[0], line)
+        os.write(raw[0], line + b"\x03")
+        os.write(packet[1], line)
+        os.write(cooked[0], line + line[:-1] + b"\x04\x04")
+
+    def last(n):
+        need(os.read(closed[0], 100) == b"last\r\n", "a closed terminal")
+        try:
+            need(False, "it is not closed", os.read(closed[0], 100))
+        except OSError:
+            pass
+
+    count(check, last)
+
+
 def one_thread_filtered():
     """A seccomp filter that one thread has and the others do not: no getcwd."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -975,6 +1039,7 @@ KINDS = {
     "read-lease": lambda: lease(fcntl.F_RDLCK),
     "write-lease": lambda: lease(fcntl.F_WRLCK),
     "terminals": terminals,
+    "unread-terminals": unread_terminals,
     "one-thread-filtered": one_thread_filtered,
     "sent": sent,
     "outside": outside,

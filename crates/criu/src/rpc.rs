@@ -114,8 +114,8 @@ pub struct DumpOptions<'a> {
 pub enum Notify {
     /// Before the tasks are stopped.
     PreDump,
-    /// The tasks are frozen, and nothing of them was read.
-    Frozen,
+    /// The tasks are stopped, and CRIU has not looked at them yet.
+    Stopped,
     /// All images are written; the tasks are frozen.
     PostDump,
     /// The tasks exist, and none runs yet; with the root's pid in its namespace.
@@ -526,7 +526,8 @@ impl<'a> Run<'a> {
             }
             let moment = match (notify.script.as_deref(), notify.pid) {
                 (Some("pre-dump"), _) => Some(Notify::PreDump),
-                (Some("query-ext-files"), _) if kind == Kind::Dump => Some(Notify::Frozen),
+                // Meant for a client that names what is outside the image.
+                (Some("query-ext-files"), _) => Some(Notify::Stopped),
                 (Some("post-dump"), _) => Some(Notify::PostDump),
                 (Some("post-restore"), Some(pid)) => Some(Notify::PostRestore(pid)),
                 (Some("pre-resume"), _) => Some(Notify::PreResume),

@@ -15,6 +15,7 @@
 //! | [`devices`] | NVIDIA's devices in processes without CUDA | left out of the image |
 //! | `fds` | descriptors in flight between processes | by CRIU; the snapshot waits for those that CRIU cannot restore |
 //! | `events` | nothing: the snapshot waits until events of inotify and fanotify are read | watches by CRIU |
+//! | `terminals` | what waits in pseudo-terminals, which are empty while CRIU works | written into them again, in the running job, too |
 //! | `locks` | file locks, by CRIU | those that CRIU loses |
 //! | `listeners` | UNIX sockets, by CRIU | the user whom their clients see |
 //! | `objects` | a record of what the kernel has of each task | compared before the job runs; set again where the kernel lets us |
@@ -37,4 +38,5 @@ pub(crate) mod objects;
 pub(crate) mod posix_timers;
 pub(crate) mod scheduling;
 pub(crate) mod tcp;
+pub(crate) mod terminals;
 pub(crate) mod timers;

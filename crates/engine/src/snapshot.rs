@@ -58,6 +58,7 @@ use crate::parts::fds;
 use crate::parts::files::record;
 use crate::parts::gpu::capture as gpu;
 use crate::parts::kept::capture as kept;
+use crate::parts::terminals::Unsaved;
 use rekindle_base::interval::Choice;
 use rekindle_criu::image::Dangling;
 use rekindle_criu::{self as criu, Criu};
@@ -228,6 +229,9 @@ pub enum Error {
     /// Events for files have come since, and CRIU would drop them.
     #[error("dump: the image would not have {0}")]
     Unread(Unread),
+    /// A terminal has something that cannot be put back.
+    #[error("dump: {0}")]
+    Terminal(Unsaved),
     /// What would have prevented the attempt has come about since.
     #[error("dump: {0}")]
     Late(Refusal),
@@ -343,6 +347,7 @@ impl Error {
             | Error::Connected
             | Error::OnItsWay(_)
             | Error::Unread(_)
+            | Error::Terminal(_)
             | Error::Dangling(_) => true,
             Error::Gpu(gpu::Error::Restless { .. } | gpu::Error::Initializing { .. } | gpu::Error::Ended { .. }) => {
                 true
@@ -362,6 +367,7 @@ impl Error {
             | Error::Unaccepted(_)
             | Error::Connected
             | Error::OnItsWay(_)
+            | Error::Terminal(_)
             | Error::Gpu(gpu::Error::Ended { .. }) => true,
             Error::Dump(criu::RunError::Refused { log }) => log.says_ending(),
             _ => false,

@@ -38,6 +38,7 @@ pub mod sparse;
 pub mod spawn;
 pub mod stopped;
 pub mod tcp_repair;
+pub mod terminal;
 pub mod timerfd;
 pub mod ulp;
 pub mod view;

@@ -18,6 +18,7 @@ use crate::parts::files::capture::Captured;
 use crate::parts::files::record;
 use crate::parts::gpu::capture as gpu;
 use crate::parts::tcp::waiting::{self, Unaccepted};
+use crate::parts::terminals::{Emptied, Unsaved};
 use crate::parts::{access, affinity, cpu_time, fds::InFlight, groups, objects, posix_timers, scheduling, tcp, timers};
 use rekindle_base::chain;
 use rekindle_criu as criu;
@@ -72,6 +73,8 @@ pub(super) enum Wrong {
     Starting(String),
     /// Connections inside the job wait to be accepted.
     Unaccepted(Unaccepted),
+    /// A terminal has something that cannot be put back.
+    Terminal(Unsaved),
     /// Events for files have come since the preflight.
     Unread(Unread),
     /// A connection inside the job was made since the preflight, when it had none.
@@ -96,6 +99,8 @@ pub(super) struct Still<'a, 'w> {
     pub(super) deadline: Instant,
     pub(super) receivers: Option<Receivers>,
     pub(super) drained: Option<Drained>,
+    /// The terminals of the job, until CRIU has looked at them.
+    pub(super) terminals: Emptied,
     pub(super) wrong: Option<Wrong>,
     pub(super) moment: Option<Moment>,
     /// What the kernel has of the tasks.
@@ -115,6 +120,17 @@ impl Still<'_, '_> {
         self.objects = Some(objects::read(self.env.root()));
     }
 
+    /// CRIU would put what is in them through the line discipline.
+    pub(super) fn empty_terminals(&mut self) -> Result<(), String> {
+        let emptied = Emptied::take(&process::tree(self.env.root()), &self.seen.terminals);
+        self.terminals = emptied.map_err(|unsaved| {
+            let why = unsaved.to_string();
+            self.wrong = Some(Wrong::Terminal(unsaved));
+            why
+        })?;
+        Ok(())
+    }
+
     fn refuse(&mut self, refusal: Refusal) -> String {
         let why = refusal.to_string();
         self.wrong = Some(Wrong::Refused(refusal));
@@ -132,6 +148,9 @@ impl Still<'_, '_> {
     pub(super) fn record(&mut self) -> Result<(), String> {
         self.take_pages()?;
         self.keep_cuda_processes_stopped();
+        let saved = self.terminals.save(self.image);
+        self.terminals.fill();
+        saved.map_err(|error| format!("cannot save what waits in the job's terminals: {error}"))?;
         let (tree, mut notes) = self.refuse_what_a_restore_would_lose()?;
         let taken = Utc::now();
         let (mut open_files, mut captured) = self.copy_files(&tree, &mut notes)?;

@@ -21,6 +21,7 @@ use crate::launch::plugin;
 use crate::parts::devices::Devices;
 use crate::parts::files::{nameless, record};
 use crate::parts::kept::capture::{self as kept, Copy};
+use crate::parts::terminals::Emptied;
 use crate::parts::{landing, objects};
 use crate::steps::{self, Failed, Step, Timer};
 use rekindle_criu::{self as criu, DumpOptions, Hooks, Notify, Place, Plugin};
@@ -284,6 +285,7 @@ impl Freeze<'_> {
             deadline: Instant::now() + options.dump_timeout,
             receivers: self.ready.receivers.take(),
             drained: None,
+            terminals: Emptied::default(),
             wrong: None,
             moment: None,
             objects: None,
@@ -291,9 +293,9 @@ impl Freeze<'_> {
         };
         let mut notify = |notify| match notify {
             Notify::PreDump => still.check_again(),
-            Notify::Frozen => {
+            Notify::Stopped => {
                 still.read_objects();
-                Ok(())
+                still.empty_terminals()
             }
             Notify::PostDump => still.record(),
             Notify::PostRestore(_) | Notify::PreResume => Ok(()),
@@ -301,7 +303,9 @@ impl Freeze<'_> {
         let died = || died_traced(env.root());
         let mut hooks = Hooks { notify: &mut notify, cancelled: env.cancelled, died: &died, abandon: &|| {} };
         let log = criu::dump(&place, dump, &mut hooks);
-        let Still { drained, wrong, moment, .. } = still;
+        let Still { drained, wrong, moment, terminals, .. } = still;
+        // Those of a dump that failed, first: the job runs again.
+        drop(terminals);
         let log = match (log, wrong) {
             (Ok(log), _) => log,
             (Err(criu::RunError::Cancelled), _) => return Err(Error::Cancelled),
@@ -310,6 +314,7 @@ impl Freeze<'_> {
             (Err(_), Some(Wrong::Gpu(error))) => return Err(error.into()),
             (Err(_), Some(Wrong::Starting(why))) => return Err(Error::Starting(why)),
             (Err(_), Some(Wrong::Unaccepted(found))) => return Err(Error::Unaccepted(found)),
+            (Err(_), Some(Wrong::Terminal(unsaved))) => return Err(Error::Terminal(unsaved)),
             (Err(_), Some(Wrong::Unread(found))) => return Err(Error::Unread(found)),
             (Err(_), Some(Wrong::Connected)) => return Err(Error::Connected),
             (Err(_), Some(Wrong::OnItsWay(why))) => return Err(Error::OnItsWay(why)),

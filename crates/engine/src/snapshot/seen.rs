@@ -11,6 +11,7 @@ use crate::parts::files::capture::{Contents, View};
 use crate::parts::files::nameless::{self, nameless};
 use crate::parts::gpu::capture::Elsewhere;
 use crate::parts::gpu::capture::{self as gpu, Group};
+use crate::parts::terminals::Before;
 use crate::parts::{access, fds, tcp};
 use rekindle_base::chain;
 use rekindle_criu::Tcp;
@@ -35,6 +36,7 @@ pub(super) struct Seen {
     pub(super) tcp: Tcp,
     /// Descriptors with events for files that nobody reads.
     pub(super) unread: Unread,
+    pub(super) terminals: Before,
 }
 
 impl Seen {
@@ -60,8 +62,9 @@ impl Seen {
         let contents = Contents::new(&options.track, env.folders(), options.file_limit);
         let mut contents = contents.without_store(subject.folder.store());
         let rewritten = contents.foresee(&tree, env.view()).map_err(copied)?;
+        let terminals = Before::look(&tree);
         let tcp = tcp::capture::choose(options.tcp, &tree, subject.job.world.subnet());
-        Ok(Seen { job_pid, names, expected, nameless, contents, rewritten, tcp, unread })
+        Ok(Seen { job_pid, names, expected, nameless, contents, rewritten, tcp, unread, terminals })
     }
 
     /// Leaves out files on disk: memory has no room for them beside the job's memory.
