@@ -75,6 +75,7 @@ const OS: [&str; 41] = [
     "tcp_repair",
     "terminal",
     "ulp",
+    "unix_diag",
     "exits",
 ];
 

@@ -889,6 +889,36 @@ def terminals():
     count(check)
 
 
+def not_accepted():
+    """Connections that wait to be accepted: without data, and with, until it is told to accept that one."""
+    listeners, silent = [], []
+    for kind, name in (socket.SOCK_STREAM, "silent"), (socket.SOCK_SEQPACKET, "silent-packets"), (socket.SOCK_STREAM, "data"):
+        if os.path.exists(path(name)):
+            os.remove(path(name))
+        listener = socket.socket(socket.AF_UNIX, kind)
+        listener.bind(path(name))
+        listener.listen(5)
+        client = socket.socket(socket.AF_UNIX, kind)
+        client.connect(path(name))
+        listeners.append(listener)
+        silent.append(client)
+    silent[2].sendall(b"first")
+    accepted = []
+
+    def check(n):
+        if os.path.exists(path("accept")):
+            accepted.append(listeners[2].accept()[0])
+            os.remove(path("accept"))
+
+    def last(n):
+        need(accepted[0].recv(100) == b"first", "what was accepted")
+        for listener, client in list(zip(listeners, silent))[:2]:
+            client.sendall(b"words")
+            need(listener.accept()[0].recv(100) == b"words", "what was not accepted")
+
+    count(check, last)
+
+
 def unread_terminals():
     """Output and input that wait in terminals: cooked, raw, in packet mode, with an end of file, closed by its program."""
 
@@ -1039,6 +1069,7 @@ KINDS = {
     "read-lease": lambda: lease(fcntl.F_RDLCK),
     "write-lease": lambda: lease(fcntl.F_WRLCK),
     "terminals": terminals,
+    "not-accepted": not_accepted,
     "unread-terminals": unread_terminals,
     "one-thread-filtered": one_thread_filtered,
     "sent": sent,

@@ -120,6 +120,12 @@ impl Log {
         self.errors().iter().any(|line| line.contains(ENDING))
     }
 
+    /// Whether a connection by a UNIX socket was not accepted yet that CRIU cannot save.
+    #[must_use]
+    pub fn says_unaccepted(&self) -> bool {
+        self.errors().iter().any(|line| UNACCEPTED.iter().any(|mark| line.contains(mark)))
+    }
+
     /// Whether CRIU lacked a right.
     #[must_use]
     pub fn says_denied(&self) -> bool {
@@ -171,6 +177,9 @@ fn error_text(line: &str) -> Option<String> {
 /// A process whose first thread has ended, and whose other threads will end soon (compel/src/lib/infect.c).
 const ENDING: &str = "Zombies with threads";
 
+/// Data was sent before the connection was accepted, or it was closed (criu/sk-unix.c).
+const UNACCEPTED: [&str; 2] = ["Non-empty write queue on an in-flight socket", "Found a closed in-flight socket"];
+
 /// A deleted file cannot be given a name for the time of a dump (criu/files-reg.c).
 const LINK_REMAP: &str = "Can't link remap to";
 
@@ -179,9 +188,8 @@ const MOMENTS: &[&str] = &[
     ENDING,
     // A connection that is not accepted yet, and that was not to be left out (criu/sk-inet.c).
     "In-flight connection (l)",
-    // The same for UNIX sockets: data was sent before the connection was accepted, or it was closed (criu/sk-unix.c).
-    "Non-empty write queue on an in-flight socket",
-    "Found a closed in-flight socket",
+    UNACCEPTED[0],
+    UNACCEPTED[1],
     // It was connected or closed between two checks (criu/sk-inet.c).
     "obtained but expected",
     // An answer of the kernel that is not read yet (criu/sk-netlink.c).

@@ -6,6 +6,7 @@
 //! | `landing` | GPU memory, in files of the image | mapped by CRIU, read by the driver |
 //! | [`gpu`] | the CUDA processes: locked, checkpointed | restored, on other GPUs if they moved |
 //! | `tcp` | connections: kept, with what arrives during the dump, or closed; the snapshot waits for those that are not accepted yet | ports that dead processes use are freed |
+//! | `backlog` | connections by UNIX sockets that are not accepted yet, by CRIU; the snapshot waits for those with data | by CRIU |
 //! | `groups` | control groups that the job made | created again and entered |
 //! | `affinity` | threads that are bound to processors | bound again, to those that we may use |
 //! | `scheduling` | policies, nice values, deadlines, clamps | what CRIU does not set |
@@ -23,6 +24,7 @@
 
 pub(crate) mod access;
 pub(crate) mod affinity;
+pub(crate) mod backlog;
 pub(crate) mod cpu_time;
 pub mod devices;
 pub(crate) mod events;

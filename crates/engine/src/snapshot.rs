@@ -54,6 +54,7 @@ use std::time::{Duration, Instant};
 use crate::launch::memory::GpuMemory;
 use crate::launch::work::WorkFolder;
 use crate::launch::{self, Job, Privileges};
+use crate::parts::backlog::Backlog;
 use crate::parts::fds;
 use crate::parts::files::record;
 use crate::parts::gpu::capture as gpu;
@@ -218,6 +219,9 @@ pub enum Error {
     /// Connections inside the job wait to be accepted.
     #[error("dump: {0}, and the image would not have them")]
     Unaccepted(Unaccepted),
+    /// Connections by UNIX sockets wait to be accepted.
+    #[error("not tried: {0}")]
+    Backlog(Backlog),
     /// CRIU has closed a connection inside the job, because there was none when it was told what to do.
     #[error(
         "dump: processes of the job have connected to each other since the snapshot began, and the image would not have that connection"
@@ -344,6 +348,7 @@ impl Error {
             | Error::Starting(_)
             | Error::Unnoticed(_)
             | Error::Unaccepted(_)
+            | Error::Backlog(_)
             | Error::Connected
             | Error::OnItsWay(_)
             | Error::Unread(_)
@@ -369,7 +374,7 @@ impl Error {
             | Error::OnItsWay(_)
             | Error::Terminal(_)
             | Error::Gpu(gpu::Error::Ended { .. }) => true,
-            Error::Dump(criu::RunError::Refused { log }) => log.says_ending(),
+            Error::Dump(criu::RunError::Refused { log }) => log.says_ending() || log.says_unaccepted(),
             _ => false,
         }
     }

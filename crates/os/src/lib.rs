@@ -41,5 +41,6 @@ pub mod tcp_repair;
 pub mod terminal;
 pub mod timerfd;
 pub mod ulp;
+pub mod unix_diag;
 pub mod view;
 pub mod xattr;

@@ -37,18 +37,18 @@ pub struct Ownerless {
 }
 
 /// Sizes of linux/netlink.h and linux/inet_diag.h.
-const HEADER: usize = 16;
+pub(crate) const HEADER: usize = 16;
 const ID: usize = 48;
 const REQUEST: usize = HEADER + 8 + ID;
 const MESSAGE: usize = HEADER + 4 + ID + 20;
 
-const NLMSG_ERROR: u16 = 2;
-const NLMSG_DONE: u16 = 3;
-const SOCK_DIAG_BY_FAMILY: u16 = 20;
+pub(crate) const NLMSG_ERROR: u16 = 2;
+pub(crate) const NLMSG_DONE: u16 = 3;
+pub(crate) const SOCK_DIAG_BY_FAMILY: u16 = 20;
 const SOCK_DESTROY: u16 = 21;
-const NLM_F_REQUEST: u16 = 1;
+pub(crate) const NLM_F_REQUEST: u16 = 1;
 const NLM_F_ACK: u16 = 4;
-const NLM_F_DUMP: u16 = 0x300;
+pub(crate) const NLM_F_DUMP: u16 = 0x300;
 
 const FIN_WAIT1: u8 = 4;
 const FIN_WAIT2: u8 = 5;
@@ -101,7 +101,7 @@ pub fn destroy(connection: &Ownerless) -> io::Result<()> {
     }
 }
 
-fn open() -> io::Result<OwnedFd> {
+pub(crate) fn open() -> io::Result<OwnedFd> {
     let flags = SockFlag::SOCK_CLOEXEC;
     let socket = socket(AddressFamily::Netlink, SockType::Datagram, flags, SockProtocol::NetlinkSockDiag)?;
     // The kernel answers at once, so this time limit is never reached.
@@ -126,7 +126,7 @@ fn ask(socket: &OwnedFd, kind: u16, flags: u16, family: u8, id: &[u8; ID]) -> io
 }
 
 /// Reads the available messages; returns whether `take` wants more.
-fn each(socket: &OwnedFd, mut take: impl FnMut(u16, &[u8]) -> io::Result<bool>) -> io::Result<bool> {
+pub(crate) fn each(socket: &OwnedFd, mut take: impl FnMut(u16, &[u8]) -> io::Result<bool>) -> io::Result<bool> {
     // The kernel fills at most 32 KiB at once (`netlink_dump`).
     let mut buffer = vec![0; 64 << 10];
     let length = recv(socket.as_raw_fd(), &mut buffer, MsgFlags::empty())?;
@@ -141,16 +141,16 @@ fn each(socket: &OwnedFd, mut take: impl FnMut(u16, &[u8]) -> io::Result<bool>) 
     Ok(more)
 }
 
-fn word(bytes: &[u8], at: usize) -> Option<u32> {
+pub(crate) fn word(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
 }
 
-fn half(bytes: &[u8], at: usize) -> Option<u16> {
+pub(crate) fn half(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_ne_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
 }
 
 /// `struct nlmsgerr` begins with the error as a negative number, or 0.
-fn error(message: &[u8]) -> io::Result<()> {
+pub(crate) fn error(message: &[u8]) -> io::Result<()> {
     match word(message, HEADER).map(u32::cast_signed) {
         Some(0) => Ok(()),
         Some(code) => Err(io::Error::from_raw_os_error(code.wrapping_neg())),

@@ -312,6 +312,21 @@ fn a_program_in_memory_is_refused_until_it_ends() {
     finish(&lab, run);
 }
 
+/// CRIU cannot save what was sent before a connection by a UNIX socket is accepted.
+#[test]
+fn a_snapshot_waits_for_a_unix_connection_with_data_to_be_accepted() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = lab.python("kinds.py", &["not-accepted", lab.path().to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    run.signal(Signal::SIGUSR1);
+    run.wait_said("the snapshot waits a moment: a connection of the job waits to be accepted at the UNIX socket ");
+    fs::write(lab.file("accept"), "").unwrap();
+    run.wait_for("an image", || !lab.good().is_empty());
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
 /// Another program takes the number of the job's terminal while there is no job.
 #[test]
 fn a_terminals_number_is_the_jobs_own() {

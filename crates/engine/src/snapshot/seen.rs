@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use super::barrier::Barrier;
 use super::pages::{Expected, expect};
 use super::{Env, Error, preflight};
+use crate::parts::backlog::Backlog;
 use crate::parts::events::Unread;
 use crate::parts::files::capture::{Contents, View};
 use crate::parts::files::nameless::{self, nameless};
@@ -53,6 +54,10 @@ impl Seen {
         fds::let_pass(&tree, env.cancelled);
         let patience = tcp::waiting::patience(env.reason);
         subject.queues.let_pass(&tree, subject.job.world.subnet(), patience, env.cancelled);
+        let backlog = Backlog::let_pass(&tree, patience, env.cancelled);
+        if !backlog.is_empty() && !(env.cancelled)() {
+            return Err(Error::Backlog(backlog));
+        }
         let unread = Unread::let_pass(&tree, env.cancelled);
         let deleted = nameless(&tree);
         // Of a dump that was killed with its supervisor.
