@@ -889,6 +889,20 @@ def terminals():
     count(check)
 
 
+def mounted():
+    """A file system that the job mounts itself, until it is told to release it."""
+    libc, folder = ctypes.CDLL(None, use_errno=True), path("mounted")
+    os.makedirs(folder, exist_ok=True)
+    need(libc.mount(b"none", folder.encode(), b"tmpfs", 0, None) == 0, "mount", ctypes.get_errno())
+
+    def check(n):
+        if os.path.exists(path("release")):
+            need(libc.umount2(folder.encode(), 0) == 0, "umount", ctypes.get_errno())
+            os.remove(path("release"))
+
+    count(check)
+
+
 def not_accepted():
     """Connections that wait to be accepted: without data, and with, until it is told to accept that one."""
     listeners, silent = [], []
@@ -1069,6 +1083,7 @@ KINDS = {
     "read-lease": lambda: lease(fcntl.F_RDLCK),
     "write-lease": lambda: lease(fcntl.F_WRLCK),
     "terminals": terminals,
+    "mounted": mounted,
     "not-accepted": not_accepted,
     "unread-terminals": unread_terminals,
     "one-thread-filtered": one_thread_filtered,

@@ -13,6 +13,7 @@ pub mod identity;
 pub mod interposer;
 pub(crate) mod mapped;
 pub mod memory;
+pub mod mounted;
 pub mod nccl;
 pub mod output;
 pub mod plugin;

@@ -312,6 +312,25 @@ fn a_program_in_memory_is_refused_until_it_ends() {
     finish(&lab, run);
 }
 
+/// A restored job would write to the folder below it.
+#[test]
+fn a_mount_that_the_job_made_is_not_lost_in_silence() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = lab.python("kinds.py", &["mounted", lab.path().to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    run.signal(Signal::SIGUSR1);
+    run.wait_said(&format!("the job has mounted tmpfs (none) at {} itself", lab.file("mounted").display()));
+    assert!(lab.good().is_empty());
+    fs::write(lab.file("release"), "").unwrap();
+    run.wait_for("it is unmounted", || !lab.file("release").exists());
+    run.signal(Signal::SIGUSR1);
+    run.wait_for("an image", || !lab.good().is_empty());
+    // A restored job has another namespace, with the same mounts.
+    run.crash(&lab);
+    run.snapshot(&lab);
+    finish(&lab, run);
+}
+
 /// CRIU cannot save what was sent before a connection by a UNIX socket is accepted.
 #[test]
 fn a_snapshot_waits_for_a_unix_connection_with_data_to_be_accepted() {

@@ -28,6 +28,7 @@ use nix::fcntl::OFlag;
 use nix::sched::CloneFlags;
 
 use super::group::{self, Cable};
+use super::mounted::{Before, Mounted};
 use super::uplink::{self, Uplink};
 use rekindle_os::fence::Fence;
 use rekindle_os::process;
@@ -87,6 +88,8 @@ pub enum World {
         group: Option<(group::Subnet, Cable)>,
         /// When init ends the job.
         fence: Option<Arc<Fence>>,
+        /// What was mounted before the job ran, if the kernel tells it.
+        mounts: Option<Before>,
     },
     /// The namespaces of the supervisor.
     Host,
@@ -160,7 +163,10 @@ impl World {
         let read = io::Read::read_exact(&mut std::fs::File::from(ready), &mut report);
         let failed = match (read, report) {
             (Ok(()), [b'o', b'k']) => match connect(network, &init, owned) {
-                Ok((uplink, group)) => return Ok(World::Private { init, uplink, group, fence }),
+                Ok((uplink, group)) => {
+                    let mounts = Before::look(init.pid()).ok();
+                    return Ok(World::Private { init, uplink, group, fence, mounts });
+                }
                 Err(error) => error,
             },
             (Ok(()), [step, errno]) => {
@@ -177,7 +183,7 @@ impl World {
             }
             (Err(source), _) => Error::Talk(source),
         };
-        World::Private { init, uplink: None, group: None, fence: None }.end(None);
+        World::Private { init, uplink: None, group: None, fence: None, mounts: None }.end(None);
         Err(failed)
     }
 
@@ -186,6 +192,16 @@ impl World {
     pub fn init(&self) -> Option<&Child> {
         match self {
             World::Private { init, .. } => Some(init),
+            World::Host => None,
+        }
+    }
+
+    /// What the job of this world, with these processes, has mounted in it.
+    #[must_use]
+    pub fn mounted(&self, tree: &[i32]) -> Option<Mounted> {
+        match self {
+            World::Private { mounts, .. } => mounts.as_ref()?.since(tree),
+            // What is mounted stays.
             World::Host => None,
         }
     }

@@ -8,6 +8,7 @@ use bytesize::ByteSize;
 
 use super::Subject;
 use crate::launch::interposer;
+use crate::launch::mounted::Mounted;
 use crate::parts::posix_timers;
 use rekindle_cuda::nvml::{Gpu, GpuInventory, Mig, names_instance};
 use rekindle_os::cgroup;
@@ -118,6 +119,9 @@ pub enum Refusal {
         /// The kind of namespace.
         kind: &'static str,
     },
+    /// A restored job would not have a mount that the job has made.
+    #[error("{0}")]
+    Mounted(Mounted),
     /// A process is on a part of a GPU.
     #[error(
         "process {pid} ({name}) is on {part}, which the CUDA driver cannot checkpoint: give the job whole GPUs{hint}"
@@ -136,6 +140,7 @@ pub enum Refusal {
 pub(super) fn check(tree: &[i32], subject: &Subject<'_>) -> Result<(), Refusal> {
     let root = subject.job.root.pid();
     tree.iter().try_for_each(|pid| check_process(*pid, root))?;
+    subject.job.world.mounted(tree).map_or(Ok(()), |mounted| Err(Refusal::Mounted(mounted)))?;
     check_pipes(tree, MOST_PIPES)?;
     check_stop(tree)
 }
