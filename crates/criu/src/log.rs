@@ -212,6 +212,10 @@ const HINTS: &[(&str, &str)] = &[
         "the job uses io_uring, which CRIU cannot dump: set job.allow-io-uring = false, so that programs do not use it",
     ),
     (
+        "allow-uprobes",
+        "a monitor with eBPF or uprobes watches the job: keep it away from the programs and libraries of the job, and start the job again",
+    ),
+    (
         "send_fds failed",
         "most likely an io_uring descriptor, which CRIU cannot dump: set job.allow-io-uring = false, so that programs do not use it",
     ),
@@ -243,6 +247,10 @@ const HINTS: &[(&str, &str)] = &[
     (
         LINK_REMAP,
         "a file that the job has open was deleted and has another hard link, and it gets a further name (link_remap.N) in its folder during a snapshot: is the folder writable? If such a name exists and no other job takes a snapshot there, remove it",
+    ),
+    (
+        "Dump eventpoll",
+        "an epoll set (epoll, selectors, asyncio, libuv) still has a file that this process has closed, because another process, such as a child that was forked, has it open: close it there, or have the program remove a file from the set before it closes it",
     ),
     ("Can't link ", "a file that was deleted before the snapshot cannot be restored: its saved hard link is gone"),
     ("Connected TCP socket", "the job has a TCP connection: set snapshot.tcp to \"close\" or \"keep\""),
@@ -382,6 +390,13 @@ mod tests {
         let hint = |line: &str| log(&[&format!("(00.018) Error (criu/files-reg.c:1): {line}")]).hint().unwrap();
         assert!(hint("Can't link remap to dev/shm/sem.a: File exists").contains("remove it"));
         assert!(hint("Can't link dev/shm/link_remap.4 -> dev/shm/sem.a: No such file").contains("is gone"));
+    }
+
+    #[test]
+    fn a_set_with_a_closed_file_is_explained() {
+        let hint =
+            log(&["(00.18) Error (criu/cr-dump.c:1): Dump eventpoll (pid: 1001) failed with -1"]).hint().unwrap();
+        assert!(hint.contains("before it closes it"));
     }
 
     #[test]

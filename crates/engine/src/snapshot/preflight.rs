@@ -119,6 +119,13 @@ pub enum Refusal {
         /// The kind of namespace.
         kind: &'static str,
     },
+    /// The kernel has added a page to the process, for breakpoints of a monitor.
+    #[error(
+        "process {pid} ({name}) was watched with uprobes (by a monitor with eBPF, bpftrace, perf), and CRIU cannot save what the \
+         kernel has added to it for that ([uprobes] in /proc/PID/maps). It stays until the process ends: keep the monitor away \
+         from the programs and libraries of the job, and start the job again"
+    )]
+    Probed { pid: i32, name: String },
     /// A restored job would not have a mount that the job has made.
     #[error("{0}")]
     Mounted(Mounted),
@@ -309,6 +316,10 @@ fn check_process(pid: i32, root: i32) -> Result<(), Refusal> {
     }
     check_namespaces(pid, root)?;
     check_program(pid)?;
+    if process::text(pid, "maps").is_ok_and(|maps| is_probed(&maps)) {
+        let (pid, name) = shown(pid);
+        return Err(Refusal::Probed { pid, name });
+    }
     if let Some(id) = posix_timers::unknown(pid) {
         let (pid, name) = shown(pid);
         return Err(Refusal::UnknownTimer { pid, name, id });
@@ -346,6 +357,11 @@ pub(super) fn check_program(pid: i32) -> Result<(), Refusal> {
         }
         _ => Ok(()),
     }
+}
+
+/// Whether a process with these mappings has ever met a uprobe. Newer kernels have a second one, `[uprobes-trampoline]`.
+fn is_probed(maps: &str) -> bool {
+    maps.lines().any(|line| line.split_whitespace().nth(5).is_some_and(|name| name.starts_with("[uprobes")))
 }
 
 /// Checks that a process has the namespaces of the root. What is dead has none.
@@ -573,6 +589,14 @@ mod tests {
         let text = refused.unwrap().unwrap_err().to_string();
         assert!(text.contains("CLOCK_BOOTTIME_ALARM") && text.contains("use CLOCK_REALTIME"), "{text}");
         assert_eq!(check(TimerfdClockId::Boottime), Ok(Ok(())));
+    }
+
+    #[test]
+    fn a_process_that_was_watched_with_uprobes_is_known() {
+        let maps = "7f00-7f01 r--p 00000000 00:00 0                          /tmp/[uprobes]\n\
+                    7ffff000-7ffff001 --xp 00000000 00:00 0                          [vdso]\n";
+        assert!(!is_probed(maps));
+        assert!(is_probed(&format!("{maps}7fffffffe000-7ffffffff000 --xp 00000000 00:00 0   [uprobes]\n")));
     }
 
     #[test]
