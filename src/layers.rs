@@ -34,7 +34,7 @@ const BASE: [&str; 10] =
     ["chain", "ended", "micros", "moved", "notice", "percentage", "units", "xid", "cause", "interval"];
 
 /// The modules for Linux.
-const OS: [&str; 41] = [
+const OS: [&str; 43] = [
     "affinity",
     "attributes",
     "same",
@@ -51,6 +51,7 @@ const OS: [&str; 41] = [
     "detach",
     "elf",
     "identity",
+    "datagrams",
     "descriptors",
     "inherited",
     "leases",

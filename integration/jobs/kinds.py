@@ -933,6 +933,51 @@ def not_accepted():
     count(check, last)
 
 
+def datagrams():
+    """Datagrams that wait: of a bound sender, of one without an address, to a path and to an abstract name."""
+
+    def bound(name):
+        if isinstance(name, str):
+            name = path(name)
+            if os.path.exists(name):
+                os.remove(name)
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        made.bind(name)
+        made.setblocking(False)
+        return made
+
+    server, hidden, client = bound("server"), bound(b"\0rekindle-%d" % os.getpid()), bound("client")
+    nobody = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    talks = bound("talks")
+    talks.connect(path("server"))
+
+    def received(by):
+        found = []
+        try:
+            while True:
+                data, sender = by.recvfrom(100)
+                found.append((data, sender or None))
+        except BlockingIOError:
+            return found
+
+    def check(n):
+        if n > 1:
+            data = b"%d" % (n - 1)
+            wanted = [(data, path("client")), (data, None), (data, path("talks"))]
+            found = received(server)
+            need(found == wanted, "server", found, "not", wanted)
+            found = received(hidden)
+            need(found == [(data, None), (data, path("client"))], "hidden", found)
+        data = b"%d" % n
+        client.sendto(data, path("server"))
+        nobody.sendto(data, path("server"))
+        talks.send(data)
+        nobody.sendto(data, hidden.getsockname())
+        client.sendto(data, hidden.getsockname())
+
+    count(check)
+
+
 def unread_terminals():
     """Output and input that wait in terminals: cooked, raw, in packet mode, with an end of file, closed by its program."""
 
@@ -1085,6 +1130,7 @@ KINDS = {
     "terminals": terminals,
     "mounted": mounted,
     "not-accepted": not_accepted,
+    "datagrams": datagrams,
     "unread-terminals": unread_terminals,
     "one-thread-filtered": one_thread_filtered,
     "sent": sent,

@@ -4,6 +4,7 @@
 
 mod checked;
 mod cores;
+mod datagrams;
 mod descriptors;
 mod devices;
 mod links;
@@ -31,6 +32,7 @@ use prost::Message;
 
 pub use checked::{CheckedFile, checked_files};
 pub use cores::{forget_policies, securebits, stopped};
+pub use datagrams::{DatagramSocket, datagram_sockets};
 pub use descriptors::{UnixListener, descriptors, timers, unix_listeners};
 pub use devices::{Replaced, without_devices};
 pub use links::{Holder, LinkRemap, link_remaps, rename_link_remaps};

@@ -379,6 +379,35 @@ pub(crate) struct ConnectedEntry {
     pub peer: u32,
 }
 
+/// `file_entry` of a UNIX socket for datagrams.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct DatagramFileEntry {
+    #[prost(uint32, required, tag = "2")]
+    pub id: u32,
+    #[prost(message, optional, tag = "16")]
+    pub unix: Option<DatagramEntry>,
+}
+
+/// The used fields of `unix_sk_entry`.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct DatagramEntry {
+    /// Its inode.
+    #[prost(uint32, required, tag = "2")]
+    pub ino: u32,
+    /// `SOCK_DGRAM` and others.
+    #[prost(uint32, required, tag = "3")]
+    pub kind: u32,
+    /// The inode of the socket that it is connected to; 0 if it is not connected.
+    #[prost(uint32, required, tag = "8")]
+    pub peer: u32,
+    /// As in [`UnixSocketEntry`].
+    #[prost(bytes = "vec", required, tag = "11")]
+    pub name: Vec<u8>,
+    /// The file that it was bound to is gone.
+    #[prost(bool, optional, tag = "15")]
+    pub deleted: Option<bool>,
+}
+
 /// `sk_packet_entry`: a packet in the queue of a socket; its data follows the record.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct PacketEntry {

@@ -14,6 +14,7 @@
 //! | `cpu_time` | how much processor time was used | nothing: it is told that it begins at 0 |
 //! | `timers` | timers that are descriptors | set to the time at which they fire |
 //! | [`devices`] | NVIDIA's devices in processes without CUDA | left out of the image |
+//! | `datagrams` | the senders of datagrams that wait in UNIX sockets | the datagrams are sent again by these |
 //! | `fds` | descriptors in flight between processes | by CRIU; the snapshot waits for those that CRIU cannot restore |
 //! | `events` | nothing: the snapshot waits until events of inotify and fanotify are read | watches by CRIU |
 //! | `terminals` | what waits in pseudo-terminals, which are empty while CRIU works | written into them again, in the running job, too |
@@ -26,6 +27,7 @@ pub(crate) mod access;
 pub(crate) mod affinity;
 pub(crate) mod backlog;
 pub(crate) mod cpu_time;
+pub(crate) mod datagrams;
 pub mod devices;
 pub(crate) mod events;
 pub(crate) mod fds;

@@ -8,6 +8,7 @@ pub mod beneath;
 pub mod blocks;
 pub mod cgroup;
 pub mod clock;
+pub mod datagrams;
 pub mod descriptors;
 pub mod detach;
 pub mod direct;

@@ -114,6 +114,31 @@ fn queues(path: &Beneath) -> Result<BTreeMap<u32, Queue>, Error> {
     Ok(all)
 }
 
+/// What waits in a socket.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Waiting {
+    /// Number of packets.
+    pub(super) packets: usize,
+    /// Whether there are descriptors among them.
+    pub(super) has_descriptors: bool,
+}
+
+/// All queues, by the file ids of their sockets.
+pub(super) fn waiting(path: &Beneath) -> Result<BTreeMap<u32, Waiting>, Error> {
+    let mut all: BTreeMap<u32, Waiting> = BTreeMap::new();
+    if !path.is_there() {
+        return Ok(all);
+    }
+    let mut records = Records::open(path.clone(), QUEUES)?;
+    while let Some(packet) = records.next::<PacketEntry>()? {
+        records.skip(packet.length)?;
+        let queue = all.entry(packet.id_for).or_default();
+        queue.packets += 1;
+        queue.has_descriptors |= !packet.scm.is_empty();
+    }
+    Ok(all)
+}
+
 /// The processes that have each file open. If several share a descriptor table, only the first, for which CRIU opens
 /// the files (`shared_fdt_prepare`).
 pub(super) fn holders(dir: &Beneath) -> Result<BTreeMap<u32, BTreeSet<i32>>, Error> {

@@ -18,7 +18,7 @@ use crate::parts::gpu::placement::Relocation;
 use crate::parts::gpu::put_back as gpu;
 use crate::parts::kept::put_back::Ahead;
 use crate::parts::objects::Recorded;
-use crate::parts::{access, affinity, cpu_time, groups, listeners, locks, scheduling, tcp, terminals, timers};
+use crate::parts::{access, affinity, cpu_time, datagrams, groups, listeners, locks, scheduling, tcp, terminals, timers};
 use crate::snapshot::CRIU_DIR;
 use crate::snapshot::opened::opened;
 use crate::steps::{self, Failed, Step, Timer};
@@ -394,6 +394,7 @@ pub(super) fn run_criu(
         affinity::put_back(root, manifest);
         scheduling::put_back(root, manifest);
         timers::put_back(root, manifest);
+        datagrams::put_back(root, &request.image.dir);
         terminals::put_back(root, &request.image.dir);
         // Last: what is put back above is compared, too.
         let rights = if request.identity.is_some() { Rights::Users } else { Rights::Ours };

@@ -19,7 +19,7 @@ use crate::parts::files::record;
 use crate::parts::gpu::capture as gpu;
 use crate::parts::tcp::waiting::{self, Unaccepted};
 use crate::parts::terminals::{Emptied, Unsaved};
-use crate::parts::{access, affinity, cpu_time, fds::InFlight, groups, objects, posix_timers, scheduling, tcp, timers};
+use crate::parts::{access, affinity, cpu_time, datagrams, fds::InFlight, groups, objects, posix_timers, scheduling, tcp, timers};
 use rekindle_base::chain;
 use rekindle_criu as criu;
 use rekindle_objects::Raw;
@@ -167,6 +167,7 @@ impl Still<'_, '_> {
             .map_err(|error| format!("cannot read the attributes of the job's folders: {error}"))?;
         let left_out = self.correct_image(&tree, &mut notes)?;
         let places = criu::image::timers(self.dir).map_err(|e| chain(&e))?;
+        notes.extend(datagrams::save(self.dir, self.image, &tree)?);
         let output = self.env.subject.output;
         match record::append_again(&open_files, &tree, output) {
             Ok(()) => {
