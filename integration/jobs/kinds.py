@@ -933,6 +933,25 @@ def not_accepted():
     count(check, last)
 
 
+def named_semaphore():
+    """A semaphore that other processes find by its name."""
+    libc, name = ctypes.CDLL(None, use_errno=True), "rekindle-%08x" % zlib.crc32(FOLDER.encode())
+    libc.sem_open.restype = ctypes.c_void_p
+    need(libc.sem_open(b"/" + name.encode(), os.O_CREAT, ctypes.c_uint(0o600), ctypes.c_uint(0)), "sem_open")
+    file = "/dev/shm/sem." + name
+
+    def check(n):
+        # The mapping shows the name that the C library gave it first.
+        with open("/proc/self/maps") as maps:
+            inodes = [line.split()[4] for line in maps if "/dev/shm/" in line]
+        need(os.path.exists(file) and str(os.stat(file).st_ino) in inodes, "the name leads elsewhere", inodes)
+
+    def last(n):
+        libc.sem_unlink(b"/" + name.encode())
+
+    count(check, last)
+
+
 def datagrams():
     """Datagrams that wait: of a bound sender, of one without an address, to a path and to an abstract name."""
 
@@ -1130,6 +1149,7 @@ KINDS = {
     "terminals": terminals,
     "mounted": mounted,
     "not-accepted": not_accepted,
+    "named-semaphore": named_semaphore,
     "datagrams": datagrams,
     "unread-terminals": unread_terminals,
     "one-thread-filtered": one_thread_filtered,

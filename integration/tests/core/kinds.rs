@@ -347,6 +347,26 @@ fn a_snapshot_waits_for_a_unix_connection_with_data_to_be_accepted() {
     finish(&lab, run);
 }
 
+/// The machine was booted, or somebody has tidied up, while there was no job.
+#[test]
+fn a_semaphore_has_its_name_again() {
+    let Some(lab) = Lab::new() else { return };
+    let run = until_after_snapshot(&lab, "named-semaphore");
+    run.signal(Signal::SIGTERM);
+    run.ends_with(143);
+    let saved = |name: &str| name.starts_with(".rekindle-link-") || name.starts_with("link_remap.");
+    let links = lab.images().iter().flat_map(|image| image.manifest().unwrap().saved_links.clone()).collect::<Vec<_>>();
+    let names: Vec<_> = links.iter().flat_map(|link| &link.names).collect();
+    assert!(!names.is_empty() && names.iter().all(|name| !saved(&name.file_name().unwrap().to_string_lossy())));
+    for name in names.into_iter().chain(links.iter().map(|link| &link.saved)) {
+        let _ = fs::remove_file(name);
+    }
+    let mut run = lab.python("kinds.py", &["named-semaphore", lab.path().to_str().unwrap()]);
+    run.wait_said("the job was restored from image");
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
 /// Another program takes the number of the job's terminal while there is no job.
 #[test]
 fn a_terminals_number_is_the_jobs_own() {

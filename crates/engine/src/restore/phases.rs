@@ -394,6 +394,7 @@ pub(super) fn run_criu(
         affinity::put_back(root, manifest);
         scheduling::put_back(root, manifest);
         timers::put_back(root, manifest);
+        files::put_names_back(manifest, request.identity);
         datagrams::put_back(root, &request.image.dir);
         terminals::put_back(root, &request.image.dir);
         // Last: what is put back above is compared, too.

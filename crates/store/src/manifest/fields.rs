@@ -374,6 +374,9 @@ pub struct SavedLink {
     /// The owner of the file. `None` in an image of an earlier version.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owner: Option<Owner>,
+    /// Other names of the file in the same folder, which the job gave it: those of POSIX semaphores.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub names: Vec<JobPath>,
 }
 
 impl SavedLink {

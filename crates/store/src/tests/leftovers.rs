@@ -135,7 +135,12 @@ fn a_symbolic_link_in_place_of_a_leftover_is_not_followed() {
 /// Publishes an image with these links.
 fn publish_with_links(home: &Home, saved: &[&Path]) -> Image {
     let draft = home.folder.begin_image(&home.lock, at(0)).unwrap();
-    let link = |saved: &&Path| SavedLink { link: "/gone".into(), saved: saved.to_path_buf().into(), owner: None };
+    let link = |saved: &&Path| SavedLink {
+        link: "/gone".into(),
+        saved: saved.to_path_buf().into(),
+        owner: None,
+        names: Vec::new(),
+    };
     draft.publish_loose(Manifest { saved_links: saved.iter().map(link).collect(), ..manifest() })
 }
 
@@ -169,7 +174,12 @@ fn the_name_of_a_killed_restore_goes_with_its_image() {
         fs::write(path, b"x").unwrap();
     }
     let draft = home.folder.begin_image(&home.lock, at(0)).unwrap();
-    let link = |link: &Path| SavedLink { link: link.to_path_buf().into(), saved: saved.clone().into(), owner: None };
+    let link = |link: &Path| SavedLink {
+        link: link.to_path_buf().into(),
+        saved: saved.clone().into(),
+        owner: None,
+        names: Vec::new(),
+    };
     let image = draft.publish_loose(Manifest { saved_links: vec![link(&open), link(&old)], ..manifest() });
     home.folder.remove(&home.lock, &image.id).unwrap();
     assert!(!saved.exists() && !open.exists());

@@ -22,7 +22,7 @@ fn a_removed_job_leaves_nothing() {
     fs::write(&saved, "theirs").unwrap();
     let draft = home.folder.begin_image(&home.lock, at(1)).unwrap();
     fill(draft.dir());
-    let link = SavedLink { link: "/gone".into(), saved: saved.clone().into(), owner: None };
+    let link = SavedLink { link: "/gone".into(), saved: saved.clone().into(), owner: None, names: Vec::new() };
     draft.publish_loose(Manifest { saved_links: vec![link], ..manifest() });
     home.store.remove_job(&home.folder, &home.lock, Pinned::Keep).unwrap();
     assert_eq!(names(home.store.path()), [""; 0]);

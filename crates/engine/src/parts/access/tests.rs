@@ -224,7 +224,7 @@ fn a_deleted_file_with_other_names_is_looked_up_by_one_of_them() {
     let tree = Tree::start(&format!("exec 3<{0}; rm {0}", gone.display()), "sleep");
     let job_path = |path: &Path| rekindle_store::JobPath::new(path.to_path_buf()).unwrap();
     let link = dir.path().join("saved.open");
-    let links = vec![SavedLink { link: job_path(&link), saved: job_path(&saved), owner: None }];
+    let links = vec![SavedLink { link: job_path(&link), saved: job_path(&saved), owner: None, names: Vec::new() }];
     let manifest = Manifest { saved_links: links, ..crate::samples::manifest() };
     let of = |pid: i32| (pid, 3, Some(Unnamed::Link(link.clone())));
     let known = || below(tree.root()).into_iter().map(of).collect::<UnnamedFiles>();

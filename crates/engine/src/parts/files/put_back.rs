@@ -36,7 +36,7 @@ use crate::launch::output::{Files, Held};
 use rekindle_os::beneath::Beneath;
 use rekindle_os::identity;
 use rekindle_store::manifest::{Fifo, Folder, OpenFile, Owner, SavedLink, Stamp};
-use rekindle_store::{Image, JobFolder, Manifest};
+use rekindle_store::{Image, JobFolder, JobPath, Manifest};
 
 pub(crate) use stand_in::stand_in;
 
@@ -560,6 +560,36 @@ fn put_link_back(link: &SavedLink, trusted: Trusted) -> Result<(), RollbackError
             Err(RollbackError::InTheWay(link.link.to_path_buf()))
         }
         made => made.map_err(failed("link", &link.link)),
+    }
+}
+
+/// Gives files the names back that the job had given them, where nothing else has such a name. A failure does not prevent the job
+/// from running, and is reported.
+pub(crate) fn put_names_back(manifest: &Manifest, user: Option<&Identity>) {
+    let trusted = Trusted::of(user);
+    for link in &manifest.saved_links {
+        for name in &link.names {
+            if let Err(error) = with_rights(name, user, || put_name_back(link, name, trusted)) {
+                tracing::warn!("other processes of the job do not find {}: {error}", name.display());
+            }
+        }
+    }
+}
+
+fn put_name_back(link: &SavedLink, name: &JobPath, trusted: Trusted) -> Result<(), RollbackError> {
+    // Only beside the file itself.
+    if name.parent() != link.saved.parent() {
+        return Ok(());
+    }
+    let saved = Place::of(&link.saved, trusted).map_err(Astray::at("find", &link.saved))?;
+    let place = Place::of(name, trusted).map_err(Astray::at("find", name))?;
+    match std::fs::hard_link(saved.here(), place.here()) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists && !is_same_file(&saved, &place) => {
+            tracing::warn!("{} is another file now: other processes of the job do not find theirs", name.display());
+            Ok(())
+        }
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(failed("link", name)(error)),
+        _ => Ok(()),
     }
 }
 

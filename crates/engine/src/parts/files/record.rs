@@ -191,12 +191,15 @@ pub(crate) fn save_links(
         let keep = link.with_file_name(format!("{}{id}-{unique}-{name}", SavedLink::PREFIX));
         let made = in_their_folder(root, [&link, &keep], user, |[from, to]| {
             std::fs::hard_link(from, &to)?;
-            std::fs::symlink_metadata(to)
+            let metadata = std::fs::symlink_metadata(&to)?;
+            Ok((other_names(&to, &metadata), metadata))
         });
         let checked = match made {
-            Ok(metadata) => {
+            Ok((names, metadata)) => {
+                let names = names.iter().map(|name| JobPath::new(link.with_file_name(name)));
+                let names = names.collect::<Result<_, _>>()?;
                 let owner = Some(Owner { uid: metadata.uid(), gid: metadata.gid() });
-                saved.push(SavedLink { link: JobPath::new(link.as_path())?, saved: JobPath::new(keep)?, owner });
+                saved.push(SavedLink { link: JobPath::new(link.as_path())?, saved: JobPath::new(keep)?, owner, names });
                 // Anybody who may write to the folder can have replaced the name.
                 if is_another(&metadata, holder, &pids) { Err(Error::Another(link)) } else { Ok(()) }
             }
@@ -209,6 +212,29 @@ pub(crate) fn save_links(
     }
     Ok(saved)
 }
+
+/// The names in its folder that the job has given to the file here. sem_open(3) makes a semaphore with another name and removes
+/// that, so all processes have it by a name that is gone, and find it by one that none of them shows. It does so in [`SHARED`];
+/// elsewhere nothing is looked for, because a folder can have many files, and the job is frozen.
+fn other_names(file: &Path, metadata: &std::fs::Metadata) -> Vec<OsString> {
+    // CRIU's, and ours.
+    const NOT_ITS_OWN: [&str; 2] = ["link_remap.", SavedLink::PREFIX];
+    if !file.parent().is_some_and(|folder| folder.ends_with(SHARED)) {
+        return Vec::new();
+    }
+    let entries = file.parent().and_then(|folder| std::fs::read_dir(folder).ok()).into_iter().flatten().flatten();
+    let is_one = |entry: &std::fs::DirEntry| {
+        let name = entry.file_name();
+        !NOT_ITS_OWN.iter().any(|prefix| name.as_encoded_bytes().starts_with(prefix.as_bytes()))
+            && entry.metadata().is_ok_and(|it| (it.dev(), it.ino()) == (metadata.dev(), metadata.ino()))
+    };
+    let mut names: Vec<OsString> = entries.filter(is_one).map(|entry| entry.file_name()).collect();
+    names.sort_unstable();
+    names
+}
+
+/// Where the C library has POSIX semaphores and shared memory; within the root folder.
+const SHARED: &str = "dev/shm";
 
 /// Whether this is another file than the one that a process of the job has there. `pids` leads from pids as processes see
 /// themselves to those that we see.

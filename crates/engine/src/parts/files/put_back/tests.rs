@@ -556,7 +556,7 @@ fn a_deleted_file_is_not_opened_by_a_name_that_another_file_has() {
     let [saved, link, other] = [".rekindle-link-1", "link_remap.5", "other"].map(|name| dir.path().join(name));
     std::fs::write(&saved, "of the job").unwrap();
     let owner = Some(Owner { uid: ALICE, gid: ALICE });
-    let wanted = SavedLink { link: job_path(&link), saved: job_path(&saved), owner };
+    let wanted = SavedLink { link: job_path(&link), saved: job_path(&saved), owner, names: Vec::new() };
     let manifest = Manifest { saved_links: vec![wanted], ..crate::samples::manifest() };
     let put = || put_links_back(&manifest, None);
     give(&saved, BOB);
