@@ -952,6 +952,54 @@ def named_semaphore():
     count(check, last)
 
 
+def moved_sockets():
+    """UNIX sockets whose paths were removed, given to another socket, or to a file, since they were bound."""
+
+    def bound(kind, name):
+        made = socket.socket(socket.AF_UNIX, kind)
+        made.bind(path(name))
+        if kind == socket.SOCK_STREAM:
+            made.listen(5)
+        made.settimeout(20)
+        return made
+
+    def connected(kind, name):
+        made = socket.socket(socket.AF_UNIX, kind)
+        made.connect(path(name))
+        return made
+
+    pairs, newer = [], []
+    for kind in socket.SOCK_STREAM, socket.SOCK_DGRAM:
+        for fate in "removed", "replaced", "file":
+            name = "%s-%d" % (fate, kind)
+            server = bound(kind, name)
+            client = connected(kind, name)
+            pairs.append((kind, name, server, client, server.accept()[0] if kind == socket.SOCK_STREAM else server))
+            os.remove(path(name))
+            if fate == "replaced":
+                newer.append((kind, name, bound(kind, name)))
+            elif fate == "file":
+                with open(path(name), "w") as file:
+                    file.write(name)
+
+    def check(n):
+        for kind, name, server, client, reader in pairs:
+            client.send(b"%d" % n)
+            need(reader.recv(100) == b"%d" % n, "the older", name)
+            need(server.getsockname() == path(name), "its name", name)
+        for kind, name, server in newer:
+            client = connected(kind, name)
+            client.send(b"new")
+            reader = server.accept()[0] if kind == socket.SOCK_STREAM else server
+            need(reader.recv(100) == b"new", "the newer", name)
+        for kind in socket.SOCK_STREAM, socket.SOCK_DGRAM:
+            need(not os.path.exists(path("removed-%d" % kind)), "it has its path again")
+            with open(path("file-%d" % kind)) as file:
+                need(file.read() == "file-%d" % kind, "the file at its path")
+
+    count(check)
+
+
 def datagrams():
     """Datagrams that wait: of a bound sender, of one without an address, to a path and to an abstract name."""
 
@@ -1150,6 +1198,7 @@ KINDS = {
     "mounted": mounted,
     "not-accepted": not_accepted,
     "named-semaphore": named_semaphore,
+    "moved-sockets": moved_sockets,
     "datagrams": datagrams,
     "unread-terminals": unread_terminals,
     "one-thread-filtered": one_thread_filtered,

@@ -52,6 +52,7 @@ macro_rules! kinds {
 kinds! {
     a_lease_on_a_file: "read-lease",
     terminals_of_the_job_in_several_sessions: "terminals",
+    unix_sockets_whose_paths_were_removed_or_replaced: "moved-sockets",
     unix_datagrams_that_wait_with_their_senders: "datagrams",
     terminals_with_what_nobody_has_read_yet: "unread-terminals",
     a_filter_that_one_thread_has: "one-thread-filtered",
