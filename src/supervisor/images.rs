@@ -10,7 +10,6 @@ use chrono::Utc;
 use super::destination::Destination;
 use super::finding::Finding;
 use super::memory;
-use super::rehearse::Kinds;
 use super::remarks::Repeats;
 use super::signals::STOPS;
 use super::state::{Event, Finish, Harm, State};
@@ -147,7 +146,7 @@ impl Owner<'_> {
                 self.clients.job_api.snapshot_ends(None);
                 self.group_snapped(taken.image.id);
                 self.persist(taken.image);
-                self.checks.rehearsals.image_taken(Kinds::new(), Instant::now());
+                self.checks.rehearsals.image_taken(taken.kinds, Instant::now());
                 Event::SnapshotTaken { freeze: taken.freeze }
             }
             Err(error) => {

@@ -48,6 +48,7 @@ mod preflight;
 mod prepare;
 mod seen;
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -182,6 +183,8 @@ pub struct Taken {
     pub freeze: Duration,
     /// What could not be done, in words; none of it makes the image unusable.
     pub notes: Vec<String>,
+    /// The kinds of objects in the image, each in a few words.
+    pub kinds: BTreeSet<String>,
     /// The processes of the image below the root, opened while they were frozen.
     pub open: Vec<Watched>,
 }
@@ -411,7 +414,7 @@ pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &(dyn Fn() -> bool
             let gpus = &frozen.gpus;
             let of_gpus = [gpus.group.refused(), gpus.group.tied(gpus.inventory.gpus.len())];
             let notes = moment.notes.into_iter().chain(of_gpus.into_iter().flatten()).collect();
-            Ok(Taken { image, freeze, notes, open: moment.open })
+            Ok(Taken { image, freeze, notes, kinds: frozen.kinds, open: moment.open })
         }
         Err(error) => {
             record::drop_links(&frozen.saved_links, frozen.env.root(), frozen.env.user());

@@ -146,7 +146,7 @@ mod tests {
             let own = rustix::thread::gettid().as_raw_nonzero().get();
             set_io_priority(own, 3 << 13).unwrap();
             assert_eq!(io_priority(own).unwrap(), 3 << 13);
-                assert_ne!(robust_list(own).unwrap(), 0, "the C library gives each thread one");
+            assert_ne!(robust_list(own).unwrap(), 0, "the C library gives each thread one");
         });
         set.join().unwrap();
         assert_eq!(io_priority(i32::MAX).unwrap_err().raw_os_error(), Some(libc::ESRCH));

@@ -1,6 +1,7 @@
 //! What the kernel has of the job's tasks ([`rekindle_objects`]): recorded at the dump, compared in a restore before any
 //! task runs.
 
+use std::collections::BTreeSet;
 use std::io::{self, Write};
 use std::path::Path;
 
@@ -31,8 +32,8 @@ pub(crate) fn read(root: i32) -> Raw {
     Raw::read(&process::tree(root))
 }
 
-/// Writes the record into the folder of the image.
-pub(crate) fn write(raw: Raw, criu: &str, left_out: &LeftOut, image: &Beneath) -> io::Result<()> {
+/// Writes the record into the folder of the image. Returns the kinds of objects in it.
+pub(crate) fn write(raw: Raw, criu: &str, left_out: &LeftOut, image: &Beneath) -> io::Result<BTreeSet<String>> {
     let mut record = raw.record(criu);
     for process in &mut record.processes {
         for descriptor in &mut process.descriptors {
@@ -45,7 +46,8 @@ pub(crate) fn write(raw: Raw, criu: &str, left_out: &LeftOut, image: &Beneath) -
         }
     }
     let bytes = record.to_bytes().map_err(io::Error::other)?;
-    image.join(FILE_NAME).create_new(0o600)?.write_all(&bytes)
+    image.join(FILE_NAME).create_new(0o600)?.write_all(&bytes)?;
+    Ok(record.kinds())
 }
 
 /// Why a restored job does not run.

@@ -18,7 +18,9 @@ use crate::parts::gpu::placement::Relocation;
 use crate::parts::gpu::put_back as gpu;
 use crate::parts::kept::put_back::Ahead;
 use crate::parts::objects::Recorded;
-use crate::parts::{access, affinity, cpu_time, datagrams, groups, listeners, locks, scheduling, tcp, terminals, timers};
+use crate::parts::{
+    access, affinity, cpu_time, datagrams, groups, listeners, locks, scheduling, tcp, terminals, timers,
+};
 use crate::snapshot::CRIU_DIR;
 use crate::snapshot::opened::opened;
 use crate::steps::{self, Failed, Step, Timer};

@@ -19,7 +19,9 @@ use crate::parts::files::record;
 use crate::parts::gpu::capture as gpu;
 use crate::parts::tcp::waiting::{self, Unaccepted};
 use crate::parts::terminals::{Emptied, Unsaved};
-use crate::parts::{access, affinity, cpu_time, datagrams, fds::InFlight, groups, objects, posix_timers, scheduling, tcp, timers};
+use crate::parts::{
+    access, affinity, cpu_time, datagrams, fds::InFlight, groups, objects, posix_timers, scheduling, tcp, timers,
+};
 use rekindle_base::chain;
 use rekindle_criu as criu;
 use rekindle_objects::Raw;

@@ -4,6 +4,7 @@
 //! of the freeze are a table with an undo each.
 
 use std::cell::OnceCell;
+use std::collections::BTreeSet;
 use std::io::Write;
 use std::time::{Duration, Instant};
 
@@ -123,6 +124,8 @@ pub(super) struct Freeze<'a> {
 /// A freeze that is over: the job runs, and the image is yet to be completed and published.
 pub(super) struct Frozen<'a> {
     pub(super) env: Env<'a>,
+    /// The kinds of objects in the image.
+    pub(super) kinds: BTreeSet<String>,
     /// The copy of the memory that stayed on the GPU. Before the slot, to which it writes: what is dropped first is over first.
     copying: Option<Copy<'a>>,
     pub(super) seen: Seen,
@@ -158,7 +161,8 @@ pub(super) fn freeze<'a>(env: Env<'a>) -> Result<Frozen<'a>, Error> {
     let dumped = dumped.ok_or_else(silent)?;
     // The driver has read its memory back, so the names are not needed any more.
     ready.armed = landing::capture::Armed::default();
-    Ok(Frozen { env, copying, seen, gpus, ready, landing, kept, saved_links, dumped, timings, cable })
+    let kinds = BTreeSet::new();
+    Ok(Frozen { env, kinds, copying, seen, gpus, ready, landing, kept, saved_links, dumped, timings, cable })
 }
 
 impl Freeze<'_> {
@@ -374,7 +378,7 @@ impl Frozen<'_> {
         if let Some((had, left_out)) = self.dumped.moment.objects.take() {
             let what = "write the record of what the job had".to_owned();
             let version = self.env.subject.criu.version.to_string();
-            objects::write(had, &version, &left_out, image).map_err(|source| Error::Io { what, source })?;
+            self.kinds = objects::write(had, &version, &left_out, image).map_err(|source| Error::Io { what, source })?;
         }
         self.seen.contents.complete(image).map_err(copied)?;
         let criu = image.join(CRIU_DIR);

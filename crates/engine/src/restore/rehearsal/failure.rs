@@ -65,6 +65,7 @@ impl Failure {
             {
                 Failure::Refused(chain(error))
             }
+            Error::Compared(_) => Failure::Refused(chain(error)),
             // A file that was replaced or closed since the snapshot is no fault of the image.
             Error::Refused { why, .. } if why.fault() == Fault::Image => Failure::Refused(chain(error)),
             other => Failure::of(other),
