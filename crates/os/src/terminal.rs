@@ -83,13 +83,13 @@ impl Waiting {
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The master is in packet mode and has not read a change of state, which cannot be put back.
-    #[error("its reader has not read a change of state (packet mode)")]
+    #[error("its reader has not read a change of state (packet mode). A snapshot is possible once it has")]
     State,
     /// More than can be put back.
-    #[error("more input waits than a terminal can hold")]
+    #[error("more input waits than could be put back. A snapshot is possible once some of it is read")]
     Full,
-    /// Its settings cannot be changed, not even for a moment (`TIOCSLCKTRMIOS`).
-    #[error("its settings are locked")]
+    /// Something waits, and the settings cannot be changed for a moment (`TIOCSLCKTRMIOS`).
+    #[error("its settings are locked, and something waits in it. A snapshot is possible once that is read")]
     Locked,
     /// The kernel refused.
     #[error("{0}")]
@@ -116,6 +116,10 @@ pub fn number(master: &OwnedFd) -> Option<u32> {
 /// When not all of it could be put back, or the kernel refuses.
 pub fn take(master: &OwnedFd) -> Result<Waiting, Error> {
     let Some(opened) = Opened::new(master)? else { return Ok(Waiting::default()) };
+    if is_locked(&opened.terminal)? {
+        let waits = ready(master, PollFlags::POLLIN)? | ready(&opened.terminal, PollFlags::POLLIN)?;
+        return if waits.contains(PollFlags::POLLIN) { Err(Error::Locked) } else { Ok(Waiting::default()) };
+    }
     let taken = opened.take()?;
     if taken.input_length() > HELD || taken.input.iter().any(|line| opened.unused(&line.bytes).is_none()) {
         opened.put(&taken)?;
@@ -359,8 +363,8 @@ fn some(outcome: nix::Result<usize>) -> Result<Option<usize>, Error> {
     }
 }
 
-fn ready(master: &OwnedFd, events: PollFlags) -> Result<PollFlags, Error> {
-    let mut asked = [PollFd::new(master.as_fd(), events)];
+fn ready(descriptor: &OwnedFd, events: PollFlags) -> Result<PollFlags, Error> {
+    let mut asked = [PollFd::new(descriptor.as_fd(), events)];
     poll(&mut asked, PollTimeout::ZERO)?;
     Ok(asked[0].revents().unwrap_or(PollFlags::empty()))
 }
@@ -399,6 +403,16 @@ fn get(terminal: &OwnedFd) -> io::Result<libc::termios2> {
     let mut settings: libc::termios2 = unsafe { std::mem::zeroed() };
     control(terminal, libc::TCGETS2, (&raw mut settings).cast())?;
     Ok(settings)
+}
+
+/// Whether some settings cannot be changed. For the kernel this has the form of settings, with a bit for each that is locked.
+fn is_locked(terminal: &OwnedFd) -> io::Result<bool> {
+    // SAFETY: it is made of numbers.
+    let mut locked: libc::termios2 = unsafe { std::mem::zeroed() };
+    // The kernel's older form of settings, which is the beginning of the newer one.
+    control(terminal, libc::TIOCGLCKTRMIOS, (&raw mut locked).cast())?;
+    let flags = locked.c_iflag | locked.c_oflag | locked.c_cflag | locked.c_lflag;
+    Ok(flags != 0 || locked.c_cc.iter().any(|key| *key != 0))
 }
 
 fn set(terminal: &OwnedFd, settings: &libc::termios2) -> io::Result<()> {

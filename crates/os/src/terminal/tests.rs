@@ -198,6 +198,23 @@ fn what_was_stopped_by_a_key_stays_stopped() {
 }
 
 #[test]
+fn nothing_is_lost_where_settings_are_locked() {
+    let pair = Pair::new();
+    let mut locked = [0xff_u8; size_of::<libc::termios2>()];
+    if !root() {
+        return;
+    }
+    control(&pair.terminal, libc::TIOCSLCKTRMIOS, locked.as_mut_ptr().cast()).unwrap();
+    assert!(take(&pair.master).unwrap().is_empty());
+    pair.types(b"typed\n", b"typed\r\n");
+    assert!(matches!(take(&pair.master), Err(Error::Locked)));
+    assert_eq!(pair.reads(), [b"typed\n"]);
+    write(&pair.terminal, b"out\n").unwrap();
+    assert!(matches!(take(&pair.master), Err(Error::Locked)));
+    assert_eq!(all(&pair.master).unwrap(), b"out\r\n");
+}
+
+#[test]
 fn others_are_no_masters() {
     let file: OwnedFd = File::open("/dev/null").unwrap().into();
     assert_eq!(number(&file), None);
