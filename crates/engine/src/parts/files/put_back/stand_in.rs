@@ -32,8 +32,12 @@ pub(crate) fn stand_in(
         let content = copy.part.open(&image.dir).map_err(failed("read", image.dir.join(&copy.part).path()))?;
         with_rights(&file.path, user, || content::make_read(file, &content, maker))?;
     }
-    for link in &manifest.saved_links {
-        // CRIU opens a deleted file by a link that is made to this one, for which all of it would be copied, too.
+    // A deleted file with other names has an own name in the image, from which CRIU's link is made.
+    let links: Vec<_> = manifest.saved_links.iter().filter(|link| opened.contains(link.link.as_path())).collect();
+    let is_opened = |path: &Path| opened.contains(path) || links.iter().any(|link| *link.saved == *path);
+    let is_written = |path: &Path| manifest.open_files.iter().any(|file| *file.path == *path);
+    for link in links.iter().filter(|link| !is_written(&link.saved)) {
+        // To make the link would copy the file, too.
         let _ = with_rights(&link.saved, user, || {
             let now = std::fs::symlink_metadata(&link.saved).map_err(failed("stat", &link.saved))?;
             put(&OpenFile { owner: link.owner, ..OpenFile::new(link.saved.clone(), now.size()) }, maker)
@@ -42,7 +46,7 @@ pub(crate) fn stand_in(
     let is_theirs = |file: &&OpenFile| {
         !is_of_the_store(file, manifest, folder) && moved::log_here(&file.path, manifest, folder).is_none()
     };
-    for file in manifest.open_files.iter().filter(is_theirs).filter(|file| opened.contains(file.path.as_path())) {
+    for file in manifest.open_files.iter().filter(is_theirs).filter(|file| is_opened(&file.path)) {
         with_rights(&file.path, user, || {
             // Where the user may create no file, the file itself is put back: it is copied as far as the view has room.
             match put(file, maker) {
