@@ -27,10 +27,11 @@ fn start(lab: &Lab, kind: &str) -> Running {
     run
 }
 
-/// Locks, a FIFO, an inotify watch, a stopped child, deleted files, a connection: the job checks them all the time.
+/// Locks, a FIFO, an inotify watch, a stopped child, deleted files with and without other names, a connection: the job checks
+/// them all the time.
 #[test]
 fn the_job_and_its_files_notice_nothing() {
-    for kind in ["mixed", "ghost", "tcp-within", "shared"] {
+    for kind in ["mixed", "ghost", "tcp-within", "shared", "link-remap"] {
         let Some(lab) = lab() else { return };
         let mut run = start(&lab, kind);
         run.wait_for("two rehearsals", || events(&lab, "rehearsed") >= 2);
