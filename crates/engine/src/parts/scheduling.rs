@@ -14,6 +14,8 @@ use rekindle_store::manifest::Scheduling;
 
 /// The policies for ordinary programs: SCHED_OTHER, SCHED_BATCH, SCHED_IDLE, SCHED_EXT.
 const ORDINARY: [u32; 4] = [0, 3, 5, 7];
+/// SCHED_OTHER, SCHED_FIFO, SCHED_RR, SCHED_BATCH, SCHED_IDLE.
+const CRIU_KNOWS: [u32; 5] = [0, 1, 2, 3, 5];
 const NAMES: [&str; 8] =
     ["SCHED_OTHER", "SCHED_FIFO", "SCHED_RR", "SCHED_BATCH", "4", "SCHED_IDLE", "SCHED_DEADLINE", "SCHED_EXT"];
 
@@ -33,6 +35,11 @@ pub(crate) fn capture(tree: &[i32]) -> Vec<Scheduling> {
         }
     }
     found
+}
+
+/// Whether CRIU refuses to restore one of these policies.
+pub(crate) fn is_unknown_to_criu(all: &[Scheduling]) -> bool {
+    all.iter().any(|one| !CRIU_KNOWS.contains(&one.policy))
 }
 
 /// What a thread has, if that is anything special.
@@ -148,6 +155,7 @@ mod tests {
         assert_eq!(described(&noted), "SCHED_DEADLINE, nice 0");
         let fifo = special(Attributes { priority: 5, ..attributes(1, -3) }).unwrap();
         assert_eq!(described(&fifo), "SCHED_FIFO, priority 5, nice -3");
+        assert!(!is_unknown_to_criu(&[fifo.clone(), slice]) && is_unknown_to_criu(&[fifo.clone(), noted]));
         assert_eq!(described(&Scheduling { policy: 99, ..fifo }), "99, priority 5, nice -3");
     }
 

@@ -168,6 +168,11 @@ impl Still<'_, '_> {
             .add_attributes(&mut folders, &mut fifos, self.env.view())
             .map_err(|error| format!("cannot read the attributes of the job's folders: {error}"))?;
         let left_out = self.correct_image(&tree, &mut notes)?;
+        let scheduling = scheduling::capture(&tree);
+        // Only then, because it reads the image of each thread.
+        if scheduling::is_unknown_to_criu(&scheduling) {
+            criu::image::forget_policies(self.dir).map_err(|e| chain(&e))?;
+        }
         let places = criu::image::timers(self.dir).map_err(|e| chain(&e))?;
         notes.extend(datagrams::save(self.dir, self.image, &tree)?);
         let output = self.env.subject.output;
@@ -193,7 +198,7 @@ impl Still<'_, '_> {
             fifos,
             control_groups: groups.groups,
             bindings: affinity::capture(&tree),
-            scheduling: scheduling::capture(&tree),
+            scheduling,
             times: Times { timers: timers::capture(&places, &tree), cpu: cpu_time::capture(&tree) },
             stopped,
             objects: self.objects.take().map(|had| (had, left_out)),
@@ -336,7 +341,6 @@ impl Still<'_, '_> {
             let name = self.seen.names.get(&unknown.pid).cloned().unwrap_or_default();
             return Err(self.refuse(Refusal::UnknownTimer { pid: unknown.pid, name, id: unknown.id }));
         }
-        criu::image::forget_policies(self.dir).map_err(|e| chain(&e))?;
         let subject = self.env.subject;
         tcp::capture::close_in_image(subject.options.tcp, self.seen.tcp, subject.job.world.subnet(), self.dir)
             .map_err(|e| chain(&e))?;
