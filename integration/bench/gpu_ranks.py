@@ -1,126 +1,34 @@
 """Two ranks over NCCL on two GPUs, and what a snapshot or a killed process does to others on the same GPUs. Needs root, CRIU
 (REKINDLE_CRIU) and a release build. Only the standard library; the frameworks are in the jobs.
 
-    gpu_ranks.py alone      each kind alone: a snapshot and a kill of each process in turn, same bits
+    gpu_ranks.py alone      each kind alone: a snapshot and a kill of each process in turn, same bits, where the time goes
     gpu_ranks.py shared     two jobs that share both GPUs, with kills of one, the other, and both
     gpu_ranks.py plain      the same two without rekindle: the same kills, started again by hand
     gpu_ranks.py preempt    one GPU: how long a program waits for a kernel of a job, before and after a snapshot
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
 import random
-import re
 import shutil
 import signal
-import statistics
 import subprocess
-import sys
-import tarfile
 import tempfile
+import threading
 import time
 from pathlib import Path
 
-import bench_table
 from gpu import compiled
 from matrix_trial import Record
-from supervised import PHASES, ROOT, Failed, Job, seconds, wait_for
+from ranks_job import (
+    BEGAN, ENVIRONMENT, ERRORS, JOBS, KINDS, VICTIMS, Supervised, Xids, command, numbers, ranks, say, victim_pid,
+)  # fmt: skip
+from supervised import ROOT, Failed, Job, wait_for
 
-JOBS = ROOT / "integration/jobs"
-ENVIRONMENT = {
-    "NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "PYTHONDONTWRITEBYTECODE": "1",
-    "PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "2",
-}  # fmt: skip
-# Script and mode.
-KINDS = {
-    "ddp": ("matrix_torch.py", "ddp-nccl"),
-    "fsdp2": ("matrix_torch.py", "fsdp"),
-    "graph": ("matrix_nccl.py", "graph"),
-    "pipeline": ("matrix_nccl.py", "pipeline"),
-    "late": ("matrix_nccl.py", "late"),
-    "ahead": ("matrix_nccl.py", "ahead"),
-    "uneven": ("matrix_nccl.py", "uneven"),
-    "registered": ("matrix_nccl.py", "registered"),
-    "alone": ("matrix_nccl.py", "alone"),
-}
-VICTIMS = ["launcher", "rank 0", "rank 1", "supervisor"]
 # Of two jobs, turn by turn.
 VICTIMS_OF_TWO = [("launcher", "rank 1"), ("rank 0", None), (None, "rank 1"), ("rank 1", "rank 0")]
-# Out of the range that the kernel gives to clients; another run of this script may have left something.
-PORTS = itertools.count(10100 + os.getpid() % 400 * 50)
-# To try this script where there is no GPU, with `--kinds ddp`.
-DEVICE = ["--device", "cpu"] if os.environ.get("RANKS_ON_CPU") else []
-BEGAN = time.monotonic()
-
-
-def say(text):
-    print(f"[{time.monotonic() - BEGAN:6.1f}] {text}", flush=True)
-
-
-def ranks(kind):
-    return 1 if kind == "alone" else 2
-
-
-def command(kind, out, pause):
-    script, mode = KINDS[kind]
-    job = [JOBS / script, mode, "--out", out, "--pause", pause]
-    if kind == "alone":
-        return [str(part) for part in [sys.executable, *job]]
-    port = next(PORTS)
-    if DEVICE:
-        return [str(part) for part in [sys.executable, *job, "--port", port, *DEVICE]]
-    run = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 1, "--nproc_per_node", 2, "--master_addr", "127.0.0.1"]
-    return [str(part) for part in [*run, "--master_port", port, *job, "--port", port]]
-
-
-class Xids:
-    """The driver's faults in the kernel's log since the last look."""
-
-    def __init__(self):
-        self.seen = len(self.all())
-
-    def all(self):
-        said = subprocess.run(["dmesg"], capture_output=True, text=True, check=False).stdout
-        return [line for line in said.splitlines() if "NVRM: Xid" in line]
-
-    def new(self):
-        lines = self.all()[self.seen :]
-        self.seen += len(lines)
-        return lines
-
-
-def numbers(lines):
-    found = [match[1] for match in (re.search(r"\): (\d+),", line) for line in lines) if match]
-    return " ".join(f"{number}x{found.count(number)}" for number in sorted(set(found), key=int)) or "none"
-
-
-def in_namespace(pid):
-    """The processes in a pid's PID namespace: pid and own number."""
-    space, found = os.readlink(f"/proc/{pid}/ns/pid"), {}
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if os.readlink(process / "ns/pid") == space:
-                status = (process / "status").read_text()
-                line = next(line for line in status.splitlines() if line.startswith("NSpid:"))
-                found[int(process.name)] = int(line.split()[-1])
-    return found
-
-
-def victim_pid(victim, space_of, out):
-    processes = in_namespace(space_of)
-    if victim == "launcher":
-        for pid in sorted(processes):
-            if any(name in Path(f"/proc/{pid}/cmdline").read_bytes() for name in (b"torch.distributed.run", b"jobs/matrix_")):
-                return pid
-    else:
-        inner = int((out / f"pid.{victim.split()[1]}").read_text())
-        for pid, own in processes.items():
-            if own == inner:
-                return pid
-    raise Failed(f"there is no {victim}")
 
 
 class ByHand:
@@ -203,87 +111,6 @@ def plain_turn(args, jobs, victims):
     return notes
 
 
-class Supervised:
-    def __init__(self, args, kind, memory, work, interval, pause, settings=None):
-        self.args, self.kind, self.memory = args, kind, memory
-        self.name = f"{kind}-{memory}-{os.getpid()}"
-        self.folder = work / self.name
-        self.folder.mkdir()
-        self.out = self.folder / "out"
-        self.lines = Record(self.out, ranks(kind))
-        self.job = Job(
-            args.rekindle, self.folder, self.name, command(kind, self.out, pause), interval=interval,
-            settings={"gpu.memory": memory, **(settings or {})}, environment=ENVIRONMENT,
-        )  # fmt: skip
-        self.took, self.back, self.failed = [], [], []
-
-    def start(self):
-        self.job.start()
-        self.job.wait_for("first steps", lambda: self.lines.count() >= 3, 120)
-
-    def steps(self, more, limit=60):
-        begun = self.lines.count()
-        self.job.wait_for("steps", lambda: self.lines.count() >= begun + more, limit)
-
-    def snapshot(self):
-        before = self.job.state()
-        image, freeze = self.job.snapshot(60)
-        manifest = self.job.manifest(image, 30)
-        now = self.job.state()
-        if now.get("restarts") != before.get("restarts"):
-            raise Failed("the job was restarted by a snapshot")
-        phases = seconds(manifest)
-        self.took.append({name: phases.get(name, 0.0) for name in PHASES} | {"freeze": freeze})
-
-    def kill(self, victim, limit=60):
-        before = self.job.state()
-        began = time.monotonic()
-        if victim == "supervisor":
-            self.job.process.kill()
-            self.job.process.wait(30)
-            self.job.start()
-            again = lambda: self.job.running() and self.job.state()["supervisor"] == self.job.process.pid
-        else:
-            os.kill(victim_pid(victim, before["pid"], self.out), signal.SIGKILL)
-            again = lambda: self.job.running() and self.job.state().get("restarts", 0) > before["restarts"]
-        self.job.wait_for("restart", again, limit)
-        runs = time.monotonic() - began
-        count = self.lines.count()
-        self.job.wait_for("step after the restart", lambda: self.lines.count() > count, limit)
-        took = time.monotonic() - began
-        lives = self.job.state().get("restarts", 0) - before["restarts"] if victim != "supervisor" else 1
-        self.back.append((victim, took, lives))
-        if lives != 1 or took > 4:
-            self.failed.append(f"{victim}: {took:.1f} s ({runs:.1f} until it ran), {lives} lives")
-
-    def finish(self):
-        last = self.lines.count() + 6
-        new = self.out / "last.new"
-        new.write_text(str(last))
-        new.rename(self.out / "last")
-        code = self.job.wait(60)
-        if code != 0:
-            raise Failed(f"exit code {code}: {self.job.last_words()}")
-        return self.lines.count()
-
-    def keep(self):
-        if self.args.logs:
-            to = self.args.logs / self.name
-            to.mkdir(parents=True, exist_ok=True)
-            for path in [self.job.log, *self.folder.glob(f"store/{self.name}/log/*")]:
-                if path.is_file():
-                    (to / path.name).write_bytes(path.read_bytes()[-400_000:])
-
-    def close(self):
-        try:
-            self.job.end()
-        finally:
-            self.keep()
-            if self.out.exists():
-                self.out.rename(self.folder.parent / f"kept-{self.name}")
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-
 def reference(kind, count, work):
     """As many steps without rekindle."""
     out = work / f"reference-{kind}"
@@ -345,60 +172,85 @@ def shared(args, work, xids):
     return table
 
 
+# A job that is killed again and again. The pause between restarts is for jobs that die soon.
+OFTEN = {"restart.max-restarts": 1000, "restart.backoff": "0s", "log.level": "debug"}
+
+
 def alone(args, work, xids):
-    table, kept = [], []
-    for memory, kind in itertools.product(args.memory, args.kinds or KINDS):
-        if time.monotonic() - BEGAN > args.seconds:
-            table.append([kind, memory, "no time was left"])
-            continue
-        job, result = Supervised(args, kind, memory, work, "off", 0.1), "works"
-        choice = random.Random(7)
-        try:
-            job.start()
-            say(f"{kind} {memory}: runs")
-            job.snapshot()
-            victims = ["rank 0", "supervisor"] if kind == "alone" else VICTIMS
-            for victim in [*victims] * args.kills:
-                job.steps(1)
-                time.sleep(choice.random() * 0.3)
-                job.kill(victim)
-                say(f"{kind} {memory}: {victim}: step {job.back[-1][1]:.1f} s after, {job.back[-1][2]} lives; freeze before {job.took[-1]['freeze']:.2f}")
+    """One job after the other; the next one loads its libraries meanwhile."""
+    plan = args.plan or [(kind, memory, args.kills) for memory, kind in itertools.product(args.memory, args.kinds or KINDS)]
+    left = lambda: args.seconds - (time.monotonic() - BEGAN)
+    begin = lambda kind, memory, _: Supervised(args, kind, memory, work, "off", 0.1, OFTEN | args.settings).begin()
+    jobs, waiting = [], [begin(*plan[0])]
+    try:
+        for number, (*_, kills) in enumerate(plan):
+            if not waiting:
+                break
+            jobs.append(waiting.pop())
+            if number + 1 < len(plan) and left() > 40:
+                waiting.append(begin(*plan[number + 1]))
+            one_alone(jobs[-1], kills, args.snapshot_every, left, xids)
+    finally:
+        for job in [*jobs, *waiting]:
+            job.end()
+    table = [job.row() for job in jobs] + [[kind, memory, "no time was left"] for kind, memory, _ in plan[len(jobs) :]]
+    parts = [[job.kind, job.memory, victim, *(f"{part:.2f}" for part in middle), f"most {most:.2f}", f"{n} kills"]
+             for job in jobs for victim, (middle, most, n) in job.found.items()]  # fmt: skip
+    compare(args, [(row, job.kind, job.kept()) for row, job in zip(table, jobs)], work)
+    return [*table, [], ["kind", "memory", "killed", "noticed", "gone", "restore begins", "runs", "step"], *parts]
+
+
+def one_alone(job, kills, every, left, xids):
+    """Kills of each process in turn, with snapshots between. The job ends in the background."""
+    choice, name = random.Random(7), f"{job.kind} {job.memory}"
+    victims = ["rank 0", "supervisor"] if job.kind == "alone" else VICTIMS
+    # In each turn another one is the last before a snapshot.
+    order = [victims[(turn + number) % len(victims)] for turn in range(kills) for number in range(len(victims))]
+    try:
+        job.open()
+        say(f"{name}: runs")
+        job.snapshot()
+        for number, victim in enumerate(order, 1):
+            if left() < 12:
+                job.result = "works, stopped early"
+                break
+            job.steps(1)
+            time.sleep(choice.random() * 0.3)
+            job.kill(victim)
+            if number % every == 0:
                 job.snapshot()
-            job.finish()
-        except Stopped:
-            raise
-        except (Failed, OSError, KeyError, ValueError, subprocess.SubprocessError) as why:
-            result = f"{type(why).__name__}: {why}".replace(job.name, "")[:400]
-        finally:
-            job.close()
-        said = numbers(lines := xids.new())
-        took = bench_table.middle(job.took) if job.took else {}
-        backs = [back for _, back, _ in job.back]
-        row = [kind, memory, result, f"Xid {said}", *(f"{took.get(p, 0):.2f}" for p in [*PHASES, "freeze"]),
-               f"{max((t['freeze'] for t in job.took), default=0):.2f}", f"{len(backs)}",
-               f"{statistics.median(backs):.2f}/{max(backs):.2f}" if backs else "", "; ".join(job.failed)]
-        table.append(row)
-        kept.append((row, kind, Record(work / f"kept-{job.name}", ranks(kind))))
-        say(" | ".join(row))
-        for line in lines[:6]:
-            say(f"    {line[-150:]}")
-    compare(kept, work)
-    return table
+            say(f"{name}: {victim}: step {job.back[-1][1]:.1f} s after, {job.back[-1][2]} lives; freeze {job.took[-1]['freeze']:.2f}")
+        job.last_steps()
+    except Stopped:
+        raise
+    except ERRORS as why:
+        job.fails(why)
+        job.job.end()
+    job.xids = xids.new()
+    for line in job.xids[:6]:
+        say(f"{name}:    {line[-150:]}")
+    job.ending = threading.Thread(target=job.finish_and_close)
+    job.ending.start()
 
 
-def compare(kept, work):
-    """With one uninterrupted run of each kind, all at the same time."""
-    most = {}
+def compare(args, kept, work):
+    """With one uninterrupted run of each kind, all at the same time, or with that of an earlier run of this script."""
+    most, known, running = {}, {}, {}
     for _, kind, lines in kept:
         most[kind] = max(most.get(kind, 0), *(len(lines.of(rank)) for rank in range(lines.ranks)))
-    references = {kind: reference(kind, count + 6, work) for kind, count in most.items() if count}
-    for process, _ in references.values():
+    for kind, count in most.items():
+        before = Record(args.reference / f"reference-{kind}", ranks(kind)) if args.reference else None
+        if before and before.count() >= count:
+            known[kind] = before
+        elif count:
+            running[kind], known[kind] = reference(kind, max(count + 6, args.reference_steps), work)
+    for process in running.values():
         try:
             process.wait(120)
         except subprocess.TimeoutExpired:
             process.kill()
     for row, kind, lines in kept:
-        same = "no lines" if kind not in references else lines.differ(references[kind][1]) or f"same bits, {lines.count()} steps"
+        same = "no lines" if kind not in known else lines.differ(known[kind]) or f"same bits, {lines.count()} steps"
         row.insert(3, same)
 
 
@@ -457,6 +309,11 @@ def preempt(args, work, xids):
     return table
 
 
+def planned(text):
+    parts = [row.split(":") for row in text.split(",")]
+    return [(kind, memory, int(kills)) for kind, memory, kills in parts]
+
+
 class Stopped(Failed):
     """From outside."""
 
@@ -473,9 +330,13 @@ def main():
     parser.add_argument("--kinds", type=lambda names: names.split(","))
     parser.add_argument("--memory", type=lambda names: names.split(","), default=["copied", "kept"])
     parser.add_argument("--kills", type=int, default=4)
+    parser.add_argument("--snapshot-every", type=int, default=1, help="kills between two snapshots; an image is good for four")
     parser.add_argument("--between", type=float, default=1.0, help="seconds between the kills of the two")
     parser.add_argument("--after", type=float, default=10.0, help="seconds to watch after the kills")
     parser.add_argument("--seconds", type=float, default=500)
+    parser.add_argument("--plan", type=planned, help="KIND:MEMORY:KILLS,..., in this order, in place of --kinds, --memory and --kills")
+    parser.add_argument("--reference", type=Path, help="uninterrupted runs of before: a folder of reference-KIND")
+    parser.add_argument("--reference-steps", type=int, default=0, help="how many steps uninterrupted runs do at least")
     parser.add_argument("--settings", type=json.loads, default={})
     parser.add_argument("--logs", type=Path)
     parser.add_argument("--dir", default="/var/tmp")
@@ -488,6 +349,9 @@ def main():
             for log in [*work.glob("*.log"), *work.glob("*/*.log")]:
                 args.logs.mkdir(parents=True, exist_ok=True)
                 shutil.copy(log, args.logs / f"{log.parent.name}-{log.name}")
+            for steps in [*work.glob("reference-*/steps.*"), *work.glob("kept-*/steps.*")]:
+                (args.logs / steps.parent.name).mkdir(parents=True, exist_ok=True)
+                shutil.copy(steps, args.logs / steps.parent.name)
         shutil.rmtree(work, ignore_errors=True)
     print()
     for row in table:

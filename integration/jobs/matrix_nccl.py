@@ -6,7 +6,8 @@ Started by torchrun, one rank a GPU. Each rank has further GPU memory, which eve
 
     graph       all-reduce in a CUDA graph
     pipeline    rank 0 sends activations to rank 1, which sends gradients back
-    late        one rank, another one in each step, comes up to 0.6 s late to the all-reduce, in which its peer waits on the GPU
+    late        one rank, another one in each step, comes up to 0.6 s late to the all-reduce, in which its peer waits on the GPU; with
+                --pause 0 nobody is late
     ahead       300 all-reduces are queued before anybody waits for one
     uneven      all_to_all with parts of different sizes, which change in every step
     registered  memory of ncclMemAlloc, registered with the communicator
@@ -40,7 +41,7 @@ def mixed(tensor, number):
     return tensor.mul_(0.5).add_(0.001 * (number % 97))
 
 
-def graph(rank, device):
+def graph(rank, device, args):
     data = values(rank, device)
     for _ in range(3):
         distributed.all_reduce(data)
@@ -59,7 +60,7 @@ def graph(rank, device):
     return step
 
 
-def pipeline(rank, device):
+def pipeline(rank, device, args):
     torch.manual_seed(7 + rank)
     layer = torch.nn.Linear(512, 512).to(device)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
@@ -85,12 +86,12 @@ def pipeline(rank, device):
     return step
 
 
-def late(rank, device):
+def late(rank, device, args):
     data = values(rank, device)
 
     def step(number):
         choice = random.Random(number)
-        if choice.randrange(2) == rank:
+        if choice.randrange(2) == rank and args.pause:
             time.sleep(choice.random() * 0.6)
         distributed.all_reduce(data)
         return mixed(data, number)
@@ -98,7 +99,7 @@ def late(rank, device):
     return step
 
 
-def ahead(rank, device):
+def ahead(rank, device, args):
     data = values(rank, device)
 
     def step(number):
@@ -110,7 +111,7 @@ def ahead(rank, device):
     return step
 
 
-def uneven(rank, device):
+def uneven(rank, device, args):
     data = values(rank, device)
 
     def step(number):
@@ -126,7 +127,7 @@ def uneven(rank, device):
     return step
 
 
-def registered(rank, device):
+def registered(rank, device, args):
     backend = distributed.group.WORLD._get_backend(device)
     pool = torch.cuda.MemPool(backend.mem_allocator)
     with torch.cuda.use_mem_pool(pool):
@@ -142,7 +143,7 @@ def registered(rank, device):
     return step
 
 
-def alone(rank, device):
+def alone(rank, device, args):
     data = values(rank, device)
     return lambda number: mixed(data, number)
 
@@ -157,7 +158,7 @@ def main():
         distributed.init_process_group("nccl", device_id=device)
         distributed.all_reduce(torch.ones(1, device=device))
     chunks = ballast(float(os.environ.get("BALLAST_GIB", "0.25")), device)
-    step, steps = globals()[args.mode](rank, device), Steps(args, rank)
+    step, steps = globals()[args.mode](rank, device, args), Steps(args, rank)
     while not steps.done(digest(step(steps.number).detach().cpu().numpy().tobytes()), f"{stir(chunks):016x}"):
         pass
     # A graph with calls of NCCL keeps its communicator: the end of the group would wait for it.

@@ -7,6 +7,8 @@ A job is called with `--out DIR [--pause SECONDS]` and leaves there, for each ra
 
 It goes on until the file `last` is there, with the number of the step after which it ends. That number lies so far ahead
 that all ranks read it before they get there.
+
+With MATRIX_GATE in its environment a job waits for the file of that name, once all is imported and before it uses a GPU.
 """
 
 import argparse
@@ -27,6 +29,9 @@ def options(*modes):
     parser.add_argument("--device", default="cuda", help="cpu, to try a job where there is no GPU")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    gate = os.environ.get("MATRIX_GATE")
+    while gate and not os.path.exists(gate):
+        time.sleep(0.02)
     return args
 
 
