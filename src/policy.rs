@@ -18,6 +18,9 @@
 //! If four long lives in a row from one image end in the same way, and none took a newer image, that image is passed over
 //! too, without a mark: from an older one the job may get further.
 //!
+//! If a life ends soon because a GPU was occupied, that says nothing about its image. If it was by dead processes, and the
+//! next life ends so too, the one after it waits until the GPU is quiet. If it was by another program, the pauses grow.
+//!
 //! If several lives in a row end soon and in the same way, and each one takes an image before it ends, the state was
 //! damaged earlier: then the newest proven image is used.
 
@@ -59,12 +62,23 @@ pub(crate) enum Death {
     Ended(Ended),
     /// It ended by itself, for a reason that is not the image's fault: lack of memory, a GPU that failed.
     Excused(Ended),
+    /// It ended by itself, because a GPU was occupied: neither the image nor the machine is to blame.
+    Outside(Ended, Occupied),
     /// It could not be resumed after a snapshot, and was killed.
     Lost,
     /// It must be restarted, however it ended: a rule matched.
     Judged,
     /// It was ended because it hung.
     Hung,
+}
+
+/// What a GPU is occupied by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Occupied {
+    /// Processes that have died. They will be gone soon.
+    ByTheDead,
+    /// Another program that goes on. Nobody knows when it ends.
+    ByOthers,
 }
 
 /// Why an image was not restored.
@@ -133,6 +147,10 @@ pub(crate) struct History {
     early_cold: u32,
     /// Lives in a row that hung without any progress since their restore.
     hangs: u32,
+    /// Lives in a row that ended soon because of what occupied a GPU.
+    outside: u32,
+    /// See [`History::waits_until_quiet`].
+    until_quiet: bool,
     /// Failures in a row that are not the fault of an image.
     machine: u32,
     /// Since when the store cannot be read, and how often a start failed because of that.
@@ -200,6 +218,12 @@ const HANGS: u32 = 4;
 const MACHINE_FAILURES: u32 = 5;
 /// For so long a job waits for a store that cannot be read: a file server may be restarted meanwhile.
 pub(crate) const STORE_PATIENCE: Duration = Duration::from_secs(300);
+/// How many lives in a row may end soon because of what occupied a GPU before they count as those that end for an unknown
+/// reason.
+const OUTSIDE: u32 = 5;
+/// How long a start waits at most until the GPUs are quiet. A kernel that cannot be interrupted is ended by the driver after
+/// 4.4 s (580, measured); more contexts than one take longer.
+pub(crate) const QUIET: Duration = Duration::from_secs(30);
 /// The longest pause between two tries to read the store.
 const STORE_AGAIN: Duration = Duration::from_secs(30);
 
@@ -220,7 +244,7 @@ impl History {
         policy: &Restart,
         now: Instant,
     ) -> Decision {
-        if let Death::Ended(ended) | Death::Excused(ended) = death {
+        if let Death::Ended(ended) | Death::Excused(ended) | Death::Outside(ended, _) = death {
             match judge(ended, policy) {
                 Verdict::Complete => return Decision::Complete,
                 Verdict::Never(why) => return Decision::GiveUp { why, mark: None },
@@ -239,6 +263,15 @@ impl History {
             *self = History { suspects, hangs: self.hangs, ..History::default() };
         }
         self.newest = before.max(newest);
+        self.until_quiet = false;
+        match death {
+            Death::Outside(_, by) if uptime < policy.min_uptime && self.outside < OUTSIDE => {
+                self.outside += 1;
+                return self.after_outside(by, images, policy, now);
+            }
+            Death::Outside(..) if uptime < policy.min_uptime => {}
+            _ => self.outside = 0,
+        }
         // The job has not lived on from an image after which it made no progress.
         let since_stuck = matches!(from, StartPoint::Image(id) if images.stuck.contains(&id));
         let early = uptime < policy.min_uptime || since_stuck;
@@ -288,6 +321,29 @@ impl History {
                 self.choose(images, policy, now, None)
             }
         }
+    }
+
+    /// Decides after a life that ended soon because of what occupied a GPU.
+    fn after_outside(&mut self, by: Occupied, images: &Images, policy: &Restart, now: Instant) -> Decision {
+        if by == Occupied::ByOthers {
+            self.in_a_row = self.in_a_row.max(1);
+            return self.choose(images, policy, now, None);
+        }
+        let in_a_row = self.in_a_row;
+        let mut decision = self.choose(images, policy, now, None);
+        // Longer pauses are for what lasts.
+        self.in_a_row = in_a_row;
+        self.until_quiet = self.outside > 1;
+        if let Decision::Again { after, .. } = &mut decision {
+            *after = if self.until_quiet { QUIET } else { policy.backoff };
+        }
+        decision
+    }
+
+    /// Whether the pause that was decided last ends early, as soon as the GPUs are quiet.
+    #[must_use]
+    pub(crate) fn waits_until_quiet(&self) -> bool {
+        self.until_quiet
     }
 
     /// Decides after an image was not restored. `images` are the remaining ones.
@@ -428,7 +484,7 @@ fn evidence(death: Death, uptime: Duration) -> Option<Evidence> {
         Death::Ended(Ended::Signal(signal)) if FROM_OUTSIDE.contains(&signal) => None,
         Death::Ended(ended) => Some(Evidence::Died { ended: Some(ended), uptime }),
         Death::Judged | Death::Hung => Some(Evidence::Died { ended: None, uptime }),
-        Death::Excused(_) | Death::Lost => None,
+        Death::Excused(_) | Death::Outside(..) | Death::Lost => None,
     }
 }
 

@@ -462,6 +462,7 @@ impl Owner<'_> {
             Action::NotRestored { image, why } => {
                 tracing::error!("image {image} was not restored and is not marked as bad: {why}");
             }
+            Action::AwaitQuiet => self.await_quiet(),
             Action::Announce { from, after } => {
                 self.reporting.published.restarts += 1;
                 if let StartPoint::Image(image) = from {

@@ -5,6 +5,7 @@
 //! - [`deaths`]: the thread that notices when a process of the job dies;
 //! - [`lines`]: compares new output with the rules;
 //! - [`gpu`]: whether GPUs work for the job, and their faults while it runs;
+//! - [`quiet`]: waits until the dead are off the GPUs;
 //! - [`interruption`]: what clouds announce about the machine;
 //! - [`witness`]: finds out what killed it: the kernel for lack of memory, or a GPU that failed;
 //! - [`kin`]: whether a process that the kernel names is the job's;
@@ -21,5 +22,6 @@ pub(crate) mod interruption;
 pub(crate) mod kin;
 pub(crate) mod kmsg;
 pub(crate) mod lines;
+pub(crate) mod quiet;
 pub(crate) mod stacks;
 pub(crate) mod witness;

@@ -61,6 +61,44 @@ fn down_the_ladder() {
     assert!(matches!(last, Decision::GiveUp { ref why, .. } if why.contains("no good image")), "{last:?}");
 }
 
+/// A GPU was occupied by what had died before: the image is not to blame, and no pause grows.
+#[test]
+fn deaths_from_what_occupied_a_gpu_say_nothing_about_the_image() {
+    let (mut history, p, now) = (History::default(), policy(), Instant::now());
+    let images = Images::good([id(2), id(1)]);
+    let crash = Death::Outside(Ended::Signal(libc::SIGSEGV), Occupied::ByTheDead);
+    let mut again = |death, uptime| {
+        let decision = history.after_death(death, StartPoint::Image(id(2)), uptime, &images, &p, now);
+        let Decision::Again { from, after, mark: None } = decision else { panic!("{decision:?}") };
+        assert_eq!(from, StartPoint::Image(id(2)), "not an older one");
+        (after, history.waits_until_quiet())
+    };
+    assert_eq!(again(crash, SOON), (p.backoff, false), "once");
+    for _ in 2..=OUTSIDE {
+        assert_eq!(again(crash, SOON), (QUIET, true), "in a row");
+    }
+    // As for any other reason that is not the image.
+    assert_eq!(again(crash, SOON), (p.backoff, false), "too often");
+    assert_eq!(again(KILLED, SOON), (p.backoff * 2, false), "another reason");
+    assert_eq!(again(crash, SOON).0, p.backoff, "the row begins again");
+    assert!(!again(crash, LATER).1, "it lived for long");
+    assert!(!again(crash, SOON).1, "so the row begins again");
+}
+
+/// Another program goes on: the pauses grow, or the restarts that are allowed would soon be used up.
+#[test]
+fn beside_another_program_the_pauses_grow_and_the_image_stays() {
+    let (mut history, p, now) = (History::default(), policy(), Instant::now());
+    let images = Images::good([id(2), id(1)]);
+    let crash = Death::Outside(Ended::Signal(libc::SIGSEGV), Occupied::ByOthers);
+    for n in 0..OUTSIDE {
+        let decision = history.after_death(crash, StartPoint::Image(id(2)), SOON, &images, &p, now);
+        let Decision::Again { from, after, mark: None } = decision else { panic!("{decision:?}") };
+        assert_eq!((from, after), (StartPoint::Image(id(2)), p.backoff * 2u32.pow(n)));
+        assert!(!history.waits_until_quiet());
+    }
+}
+
 #[test]
 fn a_job_whose_images_cannot_be_read_is_not_decided_about() {
     let unread = Images { unread: true, ..Images::default() };

@@ -71,6 +71,11 @@ impl Owner<'_> {
         if cause.excuses() {
             self.step(super::state::Event::Excused);
         }
+        let outside = self.watch.gpus.ended_from_outside(Instant::now()).filter(|_| ended != Ended::Exit(0));
+        if let Some((by, why)) = outside {
+            tracing::warn!("the job had {why}. Neither the GPU nor an image is to blame");
+            self.step(super::state::Event::Outside(by));
+        }
         self.judge_end(ended, &cause);
     }
 

@@ -11,7 +11,9 @@ pub(super) enum Finding {
     /// The number of the life, and the finding.
     HangDetector(u32, hang_detector::Finding),
     Line(Hit),
-    Fault(Fault),
+    Fault(Box<Fault>),
     Process(Noticed),
     Notice(Change),
+    /// The GPUs are quiet.
+    Quiet,
 }

@@ -37,11 +37,11 @@ pub(crate) use admission::Wish;
 pub(crate) use events::{Action, Event, Finish, Harm, NO_USABLE_IMAGE, Obstacle, Standing, Stop, Verdict};
 pub(crate) use states::{Ending, Life, State, Then};
 
-use transitions::{suspended, waiting};
+use transitions::{start, suspended, waiting};
 
 use super::pace::Pace;
 use crate::config::{Config, Interval};
-use crate::policy::{Death, History, StartPoint};
+use crate::policy::{Death, History, Occupied, StartPoint};
 use rekindle_base::interval::{Choice, Failures};
 use rekindle_os::spawn::Ended;
 use rekindle_store::manifest::Reason;
@@ -72,6 +72,15 @@ enum Asked {
     Rewind,
 }
 
+/// Why the end of a life is not the image's fault.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Excuse {
+    /// Lack of memory, or a GPU that failed.
+    Cause,
+    /// A GPU was occupied.
+    Occupied(Occupied),
+}
+
 /// The state, and everything needed to decide.
 #[derive(Debug)]
 pub(crate) struct Machine<'a> {
@@ -86,8 +95,10 @@ pub(crate) struct Machine<'a> {
     postponed: Option<Postponed>,
     /// What to do after the end of this life, if that is decided.
     verdict: Option<Verdict>,
-    /// Whether the end of this life has a cause that is not the image's fault.
-    excused: bool,
+    /// Why the end of this life is not the image's fault, if it is not.
+    excuse: Option<Excuse>,
+    /// Whether the start that waits may begin as soon as the GPUs are quiet.
+    until_quiet: bool,
     /// Whether and why the image that the job starts from was requested.
     asked: Option<Asked>,
     /// See [`Machine::no_interval_from`].
@@ -117,7 +128,8 @@ impl<'a> Machine<'a> {
             pace,
             postponed: None,
             verdict: None,
-            excused: false,
+            excuse: None,
+            until_quiet: false,
             asked: None,
             quiet: None,
             held: None,
@@ -224,7 +236,16 @@ impl<'a> Machine<'a> {
             (_, Some(_)) => return Death::Judged,
             (_, None) => ended,
         };
-        if self.excused { Death::Excused(ended) } else { Death::Ended(ended) }
+        self.ended_so(ended)
+    }
+
+    /// A life that ended so by itself.
+    fn ended_so(&self, ended: Ended) -> Death {
+        match self.excuse {
+            Some(Excuse::Occupied(by)) => Death::Outside(ended, by),
+            Some(Excuse::Cause) => Death::Excused(ended),
+            None => Death::Ended(ended),
+        }
     }
 
     /// The state of the job.
@@ -282,7 +303,8 @@ impl<'a> Machine<'a> {
             Event::SnapshotFailed(_) | Event::SnapshotMissed => self.pace.not_frozen(),
             Event::SnapshotTaken { freeze } if self.led.is_some() => self.pace.frozen(freeze),
             Event::Judged(ref verdict) => self.verdict = Some(verdict.clone()),
-            Event::Excused => self.excused = true,
+            Event::Excused => self.excuse = Some(Excuse::Cause),
+            Event::Outside(by) => self.excuse = Some(Excuse::Occupied(by)),
             Event::Rewind { .. } if !self.is_stopping() => self.asked = Some(Asked::Rewind),
             Event::Started => {
                 self.asked = None;
@@ -305,6 +327,7 @@ impl<'a> Machine<'a> {
             State::Running(life) => self.running(life, event, now),
             State::Snapshotting { life, then, ended } => self.snapshotting(life, then, ended, event, now),
             State::Ending { stop, deadline, life } => self.ending(stop, deadline, life, event, now),
+            State::Waiting { from, .. } if self.until_quiet && event == Event::Quiet => start(from),
             State::Waiting { from, until } => waiting(from, until, event, now),
             State::Suspended { from } => suspended(from, event),
             State::Idle | State::Done => (state, Vec::new()),
@@ -326,7 +349,10 @@ impl<'a> Machine<'a> {
         }
         if next.life().is_none() {
             self.verdict = None;
-            self.excused = false;
+            self.excuse = None;
+        }
+        if !matches!(next, State::Waiting { .. }) {
+            self.until_quiet = false;
         }
         if next.name() != self.state.name() || !actions.is_empty() {
             tracing::debug!(to = next.name(), ?actions, "state");

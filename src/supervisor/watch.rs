@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::deaths::ProcessDeaths;
 use super::events::image_of;
 use super::finding::Finding;
-use super::gpus::{Gpus, Said};
+use super::gpus::{Gpus, Said, named};
 use super::line::Target;
 use super::notices::Notices;
 use super::state::{Ending, Event, State, Stop, Verdict};
@@ -40,7 +40,7 @@ use rekindle_store::ImageId;
 #[derive(Debug, Default)]
 pub(super) struct Watch {
     /// What the kernel's log says, if we can read it.
-    log: Option<Listener>,
+    pub(super) log: Option<Listener>,
     /// The witness of this life.
     witness: Option<Witness>,
     /// Why we end the job, if the reason is a rule or a hang.
@@ -140,17 +140,17 @@ enum Ruled {
 impl Watch {
     /// A life with this number begins. `lengths` are those of the output files.
     fn life_begins(&mut self, number: u32, root: i32, lengths: [u64; 2], now: Instant) {
+        if let Some(log) = &self.log {
+            self.gpus.hears_notices(&log.notices());
+        }
         self.witness = Some(Witness::begin(root, self.log.clone()));
         self.blame = None;
         self.pending = None;
-        self.gpus.faults.clear();
-        self.gpus.kin.life_begins(root);
-        self.gpus.earlier = self.gpus.deaths.len();
+        self.gpus.life_begins(root);
         self.work.life_begins(now);
         // A restore has cut the files to their length at the snapshot.
         self.output.from = [0, 1].map(|n| lengths[n].min(self.output.from[n]));
         self.output.turn.set(number, self.output.from);
-        self.gpus.root.store(root, Ordering::Relaxed);
         self.order(Order::Life(number, root));
     }
 
@@ -244,8 +244,10 @@ impl Watch {
         if ended != Ended::Exit(0)
             && let Some(mut witness) = self.witness.take()
         {
-            let evidence = witness.testify(&self.gpus.kin);
+            let mut evidence = witness.testify(&self.gpus.kin);
             facts.memory = evidence.memory;
+            let switches = evidence.faults.iter_mut().filter(|fault| fault.xid == xid::SWITCH_TIMEOUT);
+            switches.for_each(|fault| fault.beside = gpu::other_at(&fault.gpu));
             let ours = evidence.faults.iter().filter(|fault| self.gpus.hears(fault) == Said::Fault);
             let logged: Vec<u32> = ours.map(|fault| fault.xid).collect();
             facts.xids = self.gpus.recent(now).chain(logged).collect();
@@ -317,7 +319,7 @@ impl Owner<'_> {
         if setup.config.watch.gpu_faults == GpuFaults::Auto && Path::new("/dev/nvidiactl").exists() {
             let (root, kin, sender) =
                 (Arc::clone(&self.watch.gpus.root), self.watch.gpus.kin.clone(), self.threads.sender.clone());
-            let report = move |fault| sender.send(Message::Watched(Finding::Fault(fault))).is_ok();
+            let report = move |fault| sender.send(Message::Watched(Finding::Fault(Box::new(fault)))).is_ok();
             self.spawn("gpu-faults", move || gpu::watch_faults(&root, &kin, report));
         }
         self.watch_deaths();
@@ -351,6 +353,7 @@ impl Owner<'_> {
             Finding::Process(Noticed::Dying(death)) => self.process_dies(&death),
             Finding::Process(Noticed::Died(death)) => self.process_died(death),
             Finding::Notice(change) => self.announced(change),
+            Finding::Quiet => self.step(Event::Quiet),
             Finding::HangDetector(..) | Finding::Line(_) => {}
         }
     }
@@ -443,7 +446,7 @@ impl Owner<'_> {
         let (_, remedy) = xid::meaning(fault.xid);
         let follows = match self.watch.gpus.hears(fault) {
             Said::Fault => None,
-            Said::Follows(death) => Some(death),
+            Said::Follows(death) | Said::Outside(_, death) => Some(death),
             Said::Others(named) if remedy.needs_drain() && !xid::may_follow_a_death(fault.xid) => {
                 return tracing::error!(
                     "GPU {}: {words}. It struck {named}, which does not belong to the job",
@@ -458,7 +461,7 @@ impl Owner<'_> {
             }
         };
         if let Some(death) = follows {
-            tracing::info!("GPU {}: Xid {}, which follows from a death: {death}", fault.gpu, fault.xid);
+            tracing::info!("GPU {}: {}, because {death}", fault.gpu, named(fault.xid));
             let gpu = fault.gpu.clone();
             self.tell(What::GpuFault { gpu, xid: fault.xid, words, follows: Some(death) });
             return;

@@ -226,7 +226,7 @@ pub enum What {
         xid: u32,
         /// Its meaning, and what NVIDIA advises.
         words: String,
-        /// The death that it follows from; then the GPU is not to blame.
+        /// The death that it follows from, or what occupied the GPU; then the GPU is not to blame.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         follows: Option<String>,
     },

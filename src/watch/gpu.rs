@@ -3,6 +3,7 @@
 //! NVML is asked only once the job has a GPU's device open. Without NVML, faults are read from the kernel's log, and
 //! GPUs count as working: a job must not be ended because their state is unknown.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
@@ -12,8 +13,9 @@ use nvml_wrapper::enums::event::XidError;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, Nvml};
 
-use super::kin::{Kin, Named, Whose};
+use super::kin::{Kin, Named, Whose, in_first_namespace};
 use super::kmsg::{KernelLog, Notice};
+use rekindle_base::xid::SWITCH_TIMEOUT;
 use rekindle_os::{clock, process};
 
 /// A fault of a GPU that the job uses.
@@ -21,10 +23,14 @@ use rekindle_os::{clock, process};
 pub(crate) struct Fault {
     /// Its UUID, or its PCI address if it is from the kernel's log.
     pub(crate) gpu: String,
+    /// Its PCI address as the kernel's log has it, if it is known.
+    pub(crate) place: Option<String>,
     /// The number of the fault (Xid).
     pub(crate) xid: u32,
     /// Whose process it struck.
     pub(crate) whose: Whose,
+    /// Another program that used the GPU then. Only asked for a context switch that timed out.
+    pub(crate) beside: Option<Named>,
     /// When, since the boot.
     pub(crate) at: Duration,
 }
@@ -61,6 +67,46 @@ fn runs(device: &Device<'_>, pids: &[i32]) -> Option<bool> {
     // Pids that do not exist here may be ours under another number.
     let strangers = on_it.iter().any(|process| !std::path::Path::new(&format!("/proc/{}", process.pid)).exists());
     if strangers { None } else { Some(false) }
+}
+
+/// A program on the device that is neither the job's nor ours. Unknown in a container, where the driver's pids are
+/// different.
+fn other_on(device: &Device<'_>) -> Option<Named> {
+    if !in_first_namespace() {
+        return None;
+    }
+    // The job, and the process that copies its memory.
+    let ours = process::tree(std::process::id().cast_signed());
+    let on_it = device.running_compute_processes().ok()?;
+    let pids = on_it.iter().filter_map(|process| i32::try_from(process.pid).ok());
+    // One that is dead has no name.
+    pids.filter(|pid| !ours.contains(pid)).find_map(|pid| Some(Named { pid, name: Some(process::name(pid)?) }))
+}
+
+/// The same, of the GPU with this PCI address in the kernel's log.
+pub(crate) fn other_at(place: &str) -> Option<Named> {
+    let nvml = load()?;
+    let is_it = |device: &Device<'_>| device.pci_info().is_ok_and(|pci| is_same_gpu(&pci.bus_id, place));
+    devices(&nvml).iter().find(|device| is_it(device)).and_then(other_on)
+}
+
+/// Looks for processes on GPUs. Sees none without NVML, and in a container, where the driver's pids are different.
+pub(crate) struct OnGpus(Option<Nvml>);
+
+impl OnGpus {
+    /// Loads NVML.
+    pub(crate) fn look() -> OnGpus {
+        OnGpus(load().filter(|_| in_first_namespace()))
+    }
+
+    /// Whether a GPU has one of these.
+    pub(crate) fn have_any(&self, pids: &BTreeSet<i32>) -> bool {
+        let is_one = |pid: u32| i32::try_from(pid).is_ok_and(|pid| pids.contains(&pid));
+        let devices = self.0.iter().flat_map(devices);
+        devices
+            .flat_map(|device| device.running_compute_processes().unwrap_or_default())
+            .any(|process| is_one(process.pid))
+    }
 }
 
 /// Whether GPUs work for a job.
@@ -239,8 +285,9 @@ fn events_of(
                 let place = event.device.pci_info().ok().map(|pci| pci.bus_id);
                 let named = lines.take(place.as_deref(), xid);
                 looks.before(named.as_ref());
-                let whose = match place.and_then(|place| in_log(&place)) {
-                    Some(gpu) => looks.kin.struck(&gpu, named),
+                let place = place.and_then(|place| in_log(&place));
+                let whose = match &place {
+                    Some(gpu) => looks.kin.struck(gpu, named),
                     None => Some(looks.kin.whose(named)),
                 };
                 let Some(whose) = whose else { continue };
@@ -248,8 +295,9 @@ fn events_of(
                 if whose != Whose::Job && runs(&event.device, &pids()) == Some(false) {
                     continue;
                 }
+                let beside = (xid == SWITCH_TIMEOUT).then(|| other_on(&event.device)).flatten();
                 let gpu = event.device.uuid().unwrap_or_else(|_| "a GPU".into());
-                if !report(Fault { gpu, xid, whose, at }) {
+                if !report(Fault { gpu, place, xid, whose, beside, at }) {
                     return Ok(());
                 }
             }
@@ -270,7 +318,7 @@ fn log_of(looks: &mut Looks<'_>, report: &impl Fn(Fault) -> bool) {
             let Notice::Xid { gpu, xid, process } = notice else { continue };
             looks.before(process.as_ref());
             if let Some(whose) = looks.kin.struck(&gpu, process)
-                && !report(Fault { gpu, xid, whose, at })
+                && !report(Fault { place: Some(gpu.clone()), gpu, xid, whose, beside: None, at })
             {
                 return;
             }

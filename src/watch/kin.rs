@@ -130,6 +130,19 @@ impl Kin {
         seen.names.insert(name.to_owned());
     }
 
+    /// The pids of the processes of this life and of the one before that have ended.
+    pub(crate) fn dead(&self) -> BTreeSet<i32> {
+        let seen = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let all = seen.pids.iter().chain(&seen.before);
+        let has_ended = |pid: i32, start: Option<u64>| start.is_none() || process::start_time(pid) != start;
+        all.filter(|(pid, start)| has_ended(**pid, **start)).map(|(pid, _)| *pid).collect()
+    }
+
+    /// Whether the job of this life may use the GPU with this PCI address.
+    pub(crate) fn may_use(&self, gpu: &str) -> bool {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).may_use(gpu)
+    }
+
     /// Whose a process is that the log names.
     pub(crate) fn whose(&self, named: Option<Named>) -> Whose {
         let Some(named) = named else { return Whose::Unknown };
@@ -143,8 +156,7 @@ impl Kin {
     /// that GPU: then it is another program's.
     pub(crate) fn struck(&self, gpu: &str, named: Option<Named>) -> Option<Whose> {
         let whose = self.whose(named);
-        let may_be_ours = || self.0.lock().unwrap_or_else(PoisonError::into_inner).may_use(gpu);
-        (whose != Whose::Unknown || may_be_ours()).then_some(whose)
+        (whose != Whose::Unknown || self.may_use(gpu)).then_some(whose)
     }
 }
 
@@ -220,7 +232,7 @@ fn last_pid() -> i32 {
 }
 
 /// Whether our pids are those of the kernel's log.
-fn in_first_namespace() -> bool {
+pub(super) fn in_first_namespace() -> bool {
     /// `PROC_PID_INIT_INO` (include/linux/proc_ns.h).
     const FIRST: u64 = 0xEFFF_FFFC;
     std::fs::metadata("/proc/self/ns/pid").is_ok_and(|namespace| namespace.ino() == FIRST)

@@ -109,7 +109,8 @@ fn evidence(
             }
             Notice::Xid { gpu, xid, process } => {
                 let whose = whose(gpu, process.clone());
-                faults.extend(whose.map(|whose| Fault { gpu: gpu.clone(), xid: *xid, whose, at: *at }));
+                let (gpu, place) = (gpu.clone(), Some(gpu.clone()));
+                faults.extend(whose.map(|whose| Fault { gpu, place, xid: *xid, whose, beside: None, at: *at }));
             }
         }
     }
@@ -140,7 +141,9 @@ mod tests {
         let notices = [(at, notice)];
         let whose = |_: &str, named: Option<Named>| named.map(Whose::Other);
         let told = evidence(false, Some(&notices), &[7], whose).faults;
-        assert_eq!(told, [Fault { gpu: "0000:3b:00".into(), xid: 31, whose: Whose::Other(process), at }]);
+        let gpu = "0000:3b:00".to_owned();
+        let place = Some(gpu.clone());
+        assert_eq!(told, [Fault { gpu, place, xid: 31, whose: Whose::Other(process), beside: None, at }]);
         assert_eq!(evidence(false, Some(&notices), &[7], |_, _| None).faults, [], "of another job's GPU");
     }
 

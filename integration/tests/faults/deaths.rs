@@ -90,11 +90,15 @@ fn comes_back(rig: &Rig, supervisor: &mut Supervisor<'_>, child: usize, signal: 
     supervisor.said("the job was restored from image");
     assert!(killed.elapsed() < AT_ONCE, "{:?}", killed.elapsed());
     supervisor.counts();
-    // The restored processes are watched a moment after they run.
-    supervisor.until("it runs", |rig| rig.state().is_some_and(|now| now.state.as_str() == "running"));
-    std::thread::sleep(Duration::from_millis(100));
+    is_watched(supervisor);
     rig.assert_sequence();
     as_inside
+}
+
+/// The restored processes are watched a moment after they run.
+fn is_watched(supervisor: &mut Supervisor<'_>) {
+    supervisor.until("it runs", |rig| rig.state().is_some_and(|now| now.state.as_str() == "running"));
+    std::thread::sleep(Duration::from_millis(100));
 }
 
 #[test]
@@ -331,6 +335,40 @@ fn faults_that_follow_a_death_and_those_of_others_are_no_cause() {
     ends(victim, Signal::SIGABRT);
     supervisor.said("the job was restored from image");
     assert_eq!(causes(&rig)[1], Cause::GpuFault { xid: 31 });
+    supervisor.stop();
+}
+
+/// A dead process occupies the GPU, so the driver ends processes of the next two lives.
+#[test]
+fn lives_that_an_occupied_gpu_ends_do_not_count_against_the_image() {
+    let Some(mut rig) = job(3, &["--reap"]) else { return };
+    // All lives here are short ones.
+    rig.set("RESTART_MIN_UPTIME", "60s");
+    let mut supervisor = start(&rig, 3);
+    supervisor.snapshot();
+    let told = driver_says(31, std::process::id().cast_signed(), "faults");
+    if !rekindle_testing::require("kmsg", told, "the kernel's log cannot be written") {
+        return;
+    }
+    ends(children(&rig)[2], Signal::SIGKILL);
+    for n in 0..2 {
+        supervisor.said("the job was restored from image");
+        is_watched(&mut supervisor);
+        let victim = children(&rig)[n];
+        driver_says(109, victim, "rank");
+        // A line counts from when it was read, which is a little later.
+        std::thread::sleep(Duration::from_secs(1));
+        ends(victim, Signal::SIGSEGV);
+        supervisor.said("Neither the GPU nor an image is to blame");
+    }
+    supervisor.said("off the GPUs");
+    supervisor.said("continuing from image");
+    let asked = Instant::now();
+    supervisor.said("the job was restored from image");
+    assert!(asked.elapsed() < Duration::from_secs(25), "it waited for the whole pause");
+    let causes = causes(&rig);
+    assert!(causes.iter().all(|cause| matches!(cause, Cause::ProcessDied { .. })), "{causes:?}");
+    assert_eq!(causes.len(), 3);
     supervisor.stop();
 }
 

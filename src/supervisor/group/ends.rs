@@ -76,6 +76,7 @@ pub(super) fn finish(end: End, stop: Option<Stop>) -> Finish {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::policy::Occupied;
 
     #[test]
     fn a_group_is_told_what_is_at_fault() {
@@ -84,6 +85,7 @@ mod tests {
             (Death::Ended(Ended::Signal(libc::SIGSEGV)), Fault::Job),
             (Death::Ended(Ended::Signal(libc::SIGKILL)), Fault::Outside),
             (Death::Excused(Ended::Exit(1)), Fault::Outside),
+            (Death::Outside(Ended::Signal(libc::SIGSEGV), Occupied::ByTheDead), Fault::Outside),
             (Death::Judged, Fault::Job),
             (Death::Hung, Fault::Job),
             (Death::Lost, Fault::Snapshot),

@@ -224,6 +224,8 @@ impl World {
                     self.mark(&mark);
                 }
             }
+            // Its GPUs fail by themselves only.
+            Action::AwaitQuiet => {}
             Action::Announce { from, after } => {
                 if let (StartPoint::Image(id), Some(run)) = (from, &mut self.run) {
                     run.work.goal = Some(id);

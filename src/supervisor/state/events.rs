@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use crate::policy::{Failure, Images, Mark, StartPoint};
+use crate::policy::{Failure, Images, Mark, Occupied, StartPoint};
 use rekindle_engine::snapshot;
 use rekindle_os::spawn::Ended;
 use rekindle_store::ImageId;
@@ -183,6 +183,10 @@ pub(crate) enum Event {
     Judged(Verdict),
     /// The end that is reported next is not the image's fault: lack of memory, a GPU that failed.
     Excused,
+    /// The end that is reported next has this reason: a GPU was occupied.
+    Outside(Occupied),
+    /// The GPUs are quiet, for which [`Action::AwaitQuiet`] asked.
+    Quiet,
     /// Take a final snapshot within `snapshot.grace`, then stop.
     Stop(Stop),
     /// Take a final snapshot until then, then stop.
@@ -252,6 +256,9 @@ pub(crate) enum Action {
         /// The reason, as text.
         why: String,
     },
+    /// Find out when no process of the dead is on a GPU, and the driver tells no new faults. The start that is announced next
+    /// waits for it.
+    AwaitQuiet,
     /// Report why it is tried again, and when.
     Announce {
         from: StartPoint,

@@ -1,7 +1,7 @@
 use chrono::Utc;
 
 use super::*;
-use crate::policy::{Failure, Images};
+use crate::policy::{Failure, Images, Occupied};
 use rekindle_os::spawn::Ended;
 use rekindle_store::ImageId;
 
@@ -47,6 +47,30 @@ fn a_run_whose_images_cannot_be_read_may_be_started_again() {
     let actions = machine.step(Event::Ended { ended: Ended::Signal(9), images }, Instant::now());
     let [Action::Finish(Finish::Failed { why, last: None })] = &actions[..] else { panic!("{actions:?}") };
     assert!(why.contains("could not be read"), "{why}");
+}
+
+#[test]
+fn a_job_that_dies_again_of_an_occupied_gpu_waits_until_it_is_quiet() {
+    let config = Config::default();
+    let (mut machine, _) = Machine::new(&config, StartPoint::Image(id(1)));
+    let (now, soon) = (Instant::now(), Duration::from_secs(3));
+    let dies = |machine: &mut Machine<'_>, at| {
+        machine.step(Event::Started, at);
+        machine.step(Event::Outside(Occupied::ByTheDead), at + soon);
+        machine.step(killed(&[1]), at + soon)
+    };
+    let first = dies(&mut machine, now);
+    assert!(matches!(first[..], [Action::Announce { .. }]), "{first:?}");
+    assert_eq!(machine.step(Event::Quiet, now + soon), [], "nobody asked");
+    machine.step(Event::Tick, now + soon + config.restart.backoff);
+    let second = dies(&mut machine, now + soon * 2);
+    assert!(matches!(second[..], [Action::AwaitQuiet, Action::Announce { .. }]), "{second:?}");
+    assert_eq!(machine.step(Event::Tick, now + soon * 4), []);
+    assert_eq!(machine.step(Event::Quiet, now + soon * 4), [Action::Start(StartPoint::Image(id(1)))]);
+    // If they never are, the pause ends by itself.
+    dies(&mut machine, now + soon * 5);
+    let end = machine.state().deadline().unwrap();
+    assert_eq!(machine.step(Event::Tick, end), [Action::Start(StartPoint::Image(id(1)))]);
 }
 
 const TAKEN: Event = Event::SnapshotTaken { freeze: Duration::from_secs(2) };

@@ -334,7 +334,7 @@ impl Machine<'_> {
         };
         let last = match death {
             _ if died.is_some() => died,
-            Death::Ended(ended) | Death::Excused(ended) => Some(ended),
+            Death::Ended(ended) | Death::Excused(ended) | Death::Outside(ended, _) => Some(ended),
             // It was killed for the verdict.
             Death::Judged | Death::Hung => Some(Ended::Signal(libc::SIGKILL)),
             Death::Lost => None,
@@ -352,8 +352,8 @@ impl Machine<'_> {
                 None => {}
             }
         }
-        if let (Death::Ended(ended), true) = (death, self.excused) {
-            death = Death::Excused(ended);
+        if let Death::Ended(ended) = death {
+            death = self.ended_so(ended);
         }
         let uptime = now.saturating_duration_since(life.since);
         let policy = &self.config.restart;
@@ -363,7 +363,12 @@ impl Machine<'_> {
         if decision != Decision::Complete && uptime >= policy.min_uptime {
             self.pace.failed();
         }
-        decided(decision, last, now)
+        let (state, mut actions) = decided(decision, last, now);
+        self.until_quiet = self.history.waits_until_quiet() && matches!(state, State::Waiting { .. });
+        if self.until_quiet {
+            actions.insert(0, Action::AwaitQuiet);
+        }
+        (state, actions)
     }
 
     /// The pause after this many failures in a row.
