@@ -143,6 +143,8 @@ pub const ROWS: &[Row] = &[
     row(Descriptor, "state", "whether a socket listens, is connected or closed", Equal, Refused),
     row(Descriptor, "address", "address of a socket", Equal, Refused),
     row(Descriptor, "peer", "address of a socket's other end", Equal, Refused),
+    row(Descriptor, "local-name", "name of a UNIX socket that is connected", Equal, Told),
+    row(Descriptor, "peer-name", "name of a UNIX socket's other end", Equal, Told),
     row(Descriptor, "peer-user", "user at the other end of a UNIX socket (SO_PEERCRED)", Equal, Told),
     row(Descriptor, "readable", "bytes that wait to be read from a socket", AtLeast, Refused),
     row(Descriptor, "datagrams", "bytes of datagrams that wait in a socket of UDP", AtLeast, Told),

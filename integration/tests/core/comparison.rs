@@ -1,12 +1,10 @@
 //! A restored job is compared with what it was, object by object: what CRIU loses is put back, and what it changes is
 //! found.
 
-use std::process::Command;
-
 use nix::sys::signal::Signal;
 
 use crate::kinds::{count_on, finish};
-use crate::supervisor::{Lab, Running, job_file, kill};
+use crate::supervisor::{Lab, Running, criu, job_file, kill};
 
 fn started(lab: &Lab) -> Running {
     let mut run = lab.python("objects.py", &[lab.path().to_str().unwrap()]);
@@ -31,42 +29,55 @@ fn what_criu_loses_is_put_back() {
     finish(&lab, run);
 }
 
-/// Changes the image in memory as a CRIU would that loses things in silence. Returns what it has changed.
-fn lie(lab: &Lab) -> Vec<String> {
-    let staged = lab.job().staged().pop().unwrap();
-    let folder = staged.dir.path().join("criu");
-    let output = Command::new("/usr/bin/python3").arg(job_file("lie.py")).arg(folder).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap().lines().map(ToOwned::to_owned).collect()
+/// A laboratory whose CRIU changes the image before it restores it, once the file "lie" is there. It writes what it has
+/// changed to that file.
+fn with_a_liar(compare: &str) -> Option<Lab> {
+    let lab = Lab::new()?;
+    let (flag, images, real) = (lab.file("lie"), lab.memory(), criu());
+    let lie = job_file("lie.py");
+    let script = format!(
+        "#!/bin/sh\nimages=$(dirname \"$(find {images} -name inventory.img | head -n 1)\")\n\
+         [ ! -e {flag} ] || /usr/bin/python3 {lie} \"$images\" >{flag}\nexec {real} \"$@\"\n",
+        images = images.display(),
+        flag = flag.display(),
+        lie = lie.display(),
+        real = real.display(),
+    );
+    lab.script("liar", &script);
+    let lab = lab.set_file("criu.path", "liar");
+    Some(lab.set("log.level", "\"debug\"").set("restart.compare", &format!("{compare:?}")))
+}
+
+/// What was changed: names of items.
+fn lies(lab: &Lab, run: &mut Running) -> Vec<String> {
+    std::fs::write(lab.file("lie"), "").unwrap();
+    kill(run.job_pid(lab), Signal::SIGKILL);
+    run.wait_for("CRIU has changed the image", || lab.read("lie").contains("caught-signals"));
+    lab.read("lie").lines().map(ToOwned::to_owned).collect()
 }
 
 #[test]
 fn a_criu_that_lies_is_found_out() {
-    let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("log.level", "\"debug\"");
+    let Some(lab) = with_a_liar("on") else { return };
     let mut run = started(&lab);
-    let items = lie(&lab);
+    let items = lies(&lab, &mut run);
     assert!(items.len() >= 8, "{items:?}");
-    kill(run.job_pid(&lab), Signal::SIGKILL);
     run.wait_said("CRIU reports success, but the restored job is not what it was");
-    // All of them are in the log, and the first few in the message.
+    run.wait_said("is not marked as bad");
     for item in &items {
         run.wait_said(&format!("not as before the restore ({item})"));
     }
-    run.wait_said("is not marked as bad");
     lab.kill_9(run);
 }
 
 #[test]
 fn a_job_runs_in_spite_of_differences_if_they_are_only_to_be_told() {
-    let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("restart.compare", "\"tell\"");
+    let Some(lab) = with_a_liar("tell") else { return };
     let mut run = started(&lab);
-    let items = lie(&lab);
-    kill(run.job_pid(&lab), Signal::SIGKILL);
-    for item in &items {
+    for item in lies(&lab, &mut run) {
         run.wait_said(&format!("not as before the restore ({item})"));
     }
+    run.wait_said("the job was restored from ");
     lab.kill_9(run);
 }
 
@@ -78,7 +89,10 @@ fn an_image_without_a_record_is_restored_unless_one_is_required() {
             lab = lab.set("restart.compare", "\"required\"");
         }
         let mut run = started(&lab);
-        std::fs::write(lab.job().staged().pop().unwrap().dir.path().join("objects.json"), "{\"format\":").unwrap();
+        // Of the same size, so that it is not damaged as a part.
+        let path = lab.job().staged().pop().unwrap().dir.path().join("objects.json");
+        let record = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(path, record.replace("rekindle-objects", "rekindle-objecte")).unwrap();
         kill(run.job_pid(&lab), Signal::SIGKILL);
         run.wait_said(says);
         if required {

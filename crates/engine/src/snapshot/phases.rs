@@ -378,7 +378,8 @@ impl Frozen<'_> {
         if let Some((had, left_out)) = self.dumped.moment.objects.take() {
             let what = "write the record of what the job had".to_owned();
             let version = self.env.subject.criu.version.to_string();
-            self.kinds = objects::write(had, &version, &left_out, image).map_err(|source| Error::Io { what, source })?;
+            self.kinds =
+                objects::write(had, &version, &left_out, image).map_err(|source| Error::Io { what, source })?;
         }
         self.seen.contents.complete(image).map_err(copied)?;
         let criu = image.join(CRIU_DIR);

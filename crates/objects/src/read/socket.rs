@@ -18,6 +18,7 @@ pub(super) struct Raw {
     listens: bool,
     state: Option<u8>,
     address: Option<String>,
+    is_connected: bool,
     peer: Option<String>,
     peer_user: Option<(u32, u32)>,
     readable: Option<i32>,
@@ -44,6 +45,8 @@ impl Raw {
             (Level::Udp, is_ip && protocol == libc::IPPROTO_UDP),
         ];
         let asked = |option: &&SocketOption| levels.contains(&(option.level, true));
+        // The other end of a UNIX socket need not have a name.
+        let peer = getpeername::<SockaddrStorage>(socket.as_raw_fd());
         let options = OPTIONS.iter().filter(asked).filter_map(|option| Some((option, value(socket, option)?)));
         Raw {
             family,
@@ -52,7 +55,8 @@ impl Raw {
             listens,
             state: is_tcp.then(|| tcp_state(socket)).flatten(),
             address: address(getsockname::<SockaddrStorage>(socket.as_raw_fd())),
-            peer: address(getpeername::<SockaddrStorage>(socket.as_raw_fd())),
+            is_connected: peer.is_ok(),
+            peer: address(peer),
             peer_user: (family == libc::AF_UNIX).then(|| peer_user(socket)).flatten(),
             readable: (!listens).then(|| attributes::length(socket, libc::FIONREAD).ok()).flatten(),
             congestion: is_tcp.then(|| string(socket, libc::IPPROTO_TCP, libc::TCP_CONGESTION)).flatten(),
@@ -71,15 +75,18 @@ impl Raw {
         let state = match self.state {
             _ if self.listens => "listens",
             Some(CLOSED) => "closed",
-            _ if self.peer.is_some() => "connected",
+            _ if self.is_connected => "connected",
             _ => "not connected",
         };
         put("state", state.to_owned());
         let peer_user = self.peer_user.map(|(uid, gid)| format!("uid {uid} gid {gid}"));
+        let is_unix = self.family == libc::AF_UNIX;
         let is_udp = self.protocol == libc::IPPROTO_UDP;
         for (item, value) in [
-            ("address", self.address),
-            ("peer", self.peer),
+            // An accepted connection has the name of the socket that listens, until CRIU makes it anew.
+            (if is_unix && state == "connected" { "local-name" } else { "address" }, self.address),
+            // CRIU makes a connection between UNIX sockets as a pair, and names it where it can.
+            (if is_unix { "peer-name" } else { "peer" }, self.peer),
             ("peer-user", peer_user),
             (if is_udp { "datagrams" } else { "readable" }, self.readable.map(|length| length.to_string())),
             ("congestion", self.congestion),
