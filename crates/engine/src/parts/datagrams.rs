@@ -112,6 +112,12 @@ fn queue(socket: &DatagramSocket, waiting: &[Datagram], all: &[DatagramSocket]) 
     if named == 0 && socket.waiting == waiting.len() {
         return Saved::ByCriu;
     }
+    // A socket that is connected takes datagrams of its other end only, whose address its program knows. An end outside
+    // the job cannot be made to send.
+    let is_of_the_job = |sender: &[u8]| all.iter().any(|other| other.name == sender);
+    if socket.peer != 0 && !waiting.iter().any(|datagram| is_of_the_job(&datagram.sender)) {
+        return Saved::ByCriu;
+    }
     if socket.has_descriptors {
         return Saved::Not(named, "is not kept beside descriptors in flight");
     }
@@ -174,6 +180,14 @@ fn fill(root: i32, tree: &BTreeMap<i32, i32>, queue: &Queue) -> io::Result<()> {
             return Err(io::Error::other("a sender is connected to another socket"));
         }
         senders.insert(*place, sender);
+    }
+    // Of anybody else it takes nothing (EPERM).
+    let is_other_end = |sent: &Sent| {
+        let sender = sent.sender.as_ref().and_then(|place| senders.get(place));
+        sender.and_then(|sender| self::inode(sender).ok()) == Some(own.peer)
+    };
+    if own.peer != 0 && !queue.datagrams.iter().all(is_other_end) {
+        return Err(io::Error::other("it is connected, and its other end is not in the image"));
     }
     let nameless = queue.datagrams.iter().any(|sent| sent.sender.is_none());
     let nameless = nameless.then(|| datagrams::nameless(root)).transpose()?;
@@ -267,6 +281,12 @@ mod tests {
         );
         let with_descriptors = DatagramSocket { has_descriptors: true, ..server };
         assert!(matches!(queue(&with_descriptors, &[datagram("/client", "a")], &all), Saved::Not(1, _)));
+    }
+
+    #[test]
+    fn one_that_is_connected_to_a_program_outside_is_left_to_criu() {
+        let job = DatagramSocket { peer: 99, ..socket(3, "/job", 1) };
+        assert_eq!(queue(&job, &[datagram("/supervisor", "a")], &[job.clone()]), Saved::ByCriu);
     }
 
     #[test]

@@ -126,7 +126,7 @@ while True:
     let root = child.0.id().cast_signed();
     for _ in 0..20 {
         let tree = process::tree(root);
-        tree.iter().for_each(|pid| drop(ptrace::stop(*pid, std::time::Duration::from_secs(5)).unwrap()));
+        tree.iter().for_each(|pid| assert!(ptrace::stop(*pid, std::time::Duration::from_secs(5)).is_ok()));
         let (one, other) = (Raw::read(&tree).record(""), Raw::read(&tree).record(""));
         let found = compare(&one, &other);
         assert!(found.is_empty(), "{found:?}");
