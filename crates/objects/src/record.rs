@@ -114,12 +114,6 @@ impl Mapping {
         LEFT_OUT.clone_into(&mut self.name);
     }
 
-    /// Whether a device is mapped.
-    #[must_use]
-    pub fn is_of_a_device(&self) -> bool {
-        self.name.starts_with("/dev/") && !self.name.starts_with("/dev/shm/") && !self.name.starts_with("/dev/zero")
-    }
-
     fn kind(&self) -> Option<String> {
         let name = self.name.split('/').nth(1).filter(|_| self.name.ends_with("(deleted)"));
         match name {

@@ -30,8 +30,8 @@ pub struct Replaced {
     pub pid: i32,
     /// Its descriptors of devices.
     pub descriptors: Vec<i32>,
-    /// Number of its mappings of devices.
-    pub mappings: usize,
+    /// Its mappings of devices: the first address, and the one behind the last.
+    pub mappings: Vec<(u64, u64)>,
     /// Number of those that it can both read and write.
     pub writable: usize,
 }
@@ -60,7 +60,7 @@ pub fn without_devices(dir: &Beneath) -> Result<Vec<Replaced>, Error> {
         let mm = dir.join(format!("mm-{pid}.img"));
         // A dead process has no memory.
         let Mappings { all: mappings, writable } = if mm.is_there() { own_memory(&mm)? } else { Mappings::default() };
-        if !descriptors.is_empty() || mappings > 0 {
+        if !descriptors.is_empty() || !mappings.is_empty() {
             let descriptors = descriptors.into_iter().map(|(_, fd)| fd).collect();
             all.push(Replaced { pid, descriptors, mappings, writable });
         }
@@ -128,9 +128,9 @@ fn regular_descriptors(path: &Beneath) -> Result<(), Error> {
 }
 
 /// How many mappings of devices a process has.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 struct Mappings {
-    all: usize,
+    all: Vec<(u64, u64)>,
     /// Those that can be both read and written.
     writable: usize,
 }
@@ -139,9 +139,9 @@ struct Mappings {
 fn own_memory(path: &Beneath) -> Result<Mappings, Error> {
     let mut mappings = Mappings::default();
     rewrite(path, MM, |(), record| {
-        let before = mappings.all;
+        let before = mappings.all.len();
         let new = with_own_memory(record, &mut mappings).ok_or_else(|| damaged(path, "a record cannot be read"))?;
-        Ok((mappings.all > before).then_some(new))
+        Ok((mappings.all.len() > before).then_some(new))
     })?;
     Ok(mappings)
 }
@@ -157,7 +157,7 @@ fn with_own_memory(record: &[u8], mappings: &mut Mappings) -> Option<Vec<u8>> {
         let own = Some(VmaEntry::decode(content).ok()?).filter(|vma| vma.status & EXT_PLUGIN != 0).map(own);
         if let Some(vma) = &own {
             const BOTH: u32 = (libc::PROT_READ | libc::PROT_WRITE).cast_unsigned();
-            mappings.all += 1;
+            mappings.all.push((vma.start, vma.end));
             mappings.writable += usize::from(vma.prot & BOTH == BOTH);
         }
         Some(own.map(|own| own.encode_to_vec()))

@@ -75,8 +75,8 @@ pub(crate) struct Settled {
 pub(crate) struct LeftOut {
     /// Descriptors: /dev/null takes their place.
     pub(crate) descriptors: Vec<(i32, i32)>,
-    /// Processes with mappings of devices: zeros take their place.
-    pub(crate) memory: Vec<i32>,
+    /// Memory of processes, from and to these addresses: zeros take its place.
+    pub(crate) memory: Vec<(i32, u64, u64)>,
 }
 
 impl Devices {
@@ -101,7 +101,7 @@ impl Devices {
         let mut left_out = LeftOut::default();
         for Replaced { pid, descriptors, mappings, .. } in &replaced {
             left_out.descriptors.extend(descriptors.iter().map(|number| (*pid, *number)));
-            left_out.memory.extend((*mappings > 0).then_some(*pid));
+            left_out.memory.extend(mappings.iter().map(|(start, end)| (*pid, *start, *end)));
         }
         if replaced.is_empty() {
             return Ok(Settled { notes: Vec::new(), left_out });
@@ -117,12 +117,12 @@ impl Devices {
             let facts = Facts {
                 is_cuda: cuda.contains(&outer),
                 is_fork: cuda.iter().any(|cuda| is_fork(outer, *cuda)),
-                has_memory: mappings > 0 || descriptors.iter().any(|fd| self.is_memory(outer, *fd)),
+                has_memory: !mappings.is_empty() || descriptors.iter().any(|fd| self.is_memory(outer, *fd)),
             };
             tracing::debug!(
                 pid,
                 descriptors = descriptors.len(),
-                mappings,
+                mappings = mappings.len(),
                 writable,
                 ?facts,
                 "NVIDIA devices left out"

@@ -41,8 +41,9 @@ pub(crate) fn write(raw: Raw, criu: &str, left_out: &LeftOut, image: &Beneath) -
                 descriptor.leave_out();
             }
         }
-        if left_out.memory.contains(&process.pid) {
-            process.mappings.iter_mut().filter(|mapping| mapping.is_of_a_device()).for_each(Mapping::leave_out);
+        for (_, start, end) in left_out.memory.iter().filter(|(pid, ..)| *pid == process.pid) {
+            let within = |mapping: &&mut Mapping| mapping.start < *end && *start < mapping.end;
+            process.mappings.iter_mut().filter(within).for_each(Mapping::leave_out);
         }
     }
     let bytes = record.to_bytes().map_err(io::Error::other)?;

@@ -18,7 +18,9 @@ pub(super) fn of(table: &str) -> Vec<Mapping> {
 fn line(line: &str) -> Option<Mapping> {
     let mut fields = line.splitn(6, ' ');
     let (start, end) = fields.next()?.split_once('-')?;
-    let access = fields.next()?.to_owned();
+    // What can be written can be read on x86, whatever the kernel calls it. CRIU lets a child that inherits memory which its
+    // parent must not touch have it as `-w`.
+    let access = fields.next()?.replacen("-w", "rw", 1);
     let number = |text: &str| u64::from_str_radix(text, 16).ok();
     let offset = number(fields.next()?)?;
     let (_device, _inode) = (fields.next()?, fields.next()?);
