@@ -416,8 +416,10 @@ fn restore_job(
         privileges: setup.program.spec.privileges,
         timeout: setup.config.restart.restore_timeout,
         network,
-        changed_files: setup.config.restart.changed_files,
-        compare: setup.config.restart.compare,
+        checks: restore::Checks {
+            changed_files: setup.config.restart.changed_files,
+            compare: setup.config.restart.compare,
+        },
         wishes,
         prepare: restore::Prepare(&|world| reach_socket(setup, world)),
         unpacking: restore::Unpacking {

@@ -67,10 +67,8 @@ pub struct Request<'a> {
     pub timeout: Duration,
     /// The network that the job sees, if it has its own namespaces.
     pub network: Network<'a>,
-    /// What to do if a file changed whose content is not in the image.
-    pub changed_files: ChangedFiles,
-    /// What a difference between the restored tasks and the image's record means.
-    pub compare: Compare,
+    /// What is compared with the image.
+    pub checks: Checks,
     /// The GPUs that the user asked for, if any.
     pub wishes: &'a Wishes,
     /// Creates what must exist before CRIU connects to it.
@@ -79,6 +77,15 @@ pub struct Request<'a> {
     pub unpacking: Unpacking<'a>,
     /// What a job that uses CUDA needs.
     pub cuda: Cuda<'a>,
+}
+
+/// What follows if something is not as it was.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Checks {
+    /// For a file that changed, and whose content is not in the image.
+    pub changed_files: ChangedFiles,
+    /// For what the restored tasks have.
+    pub compare: Compare,
 }
 
 /// What a job that uses CUDA needs to run again.
@@ -216,7 +223,7 @@ fn check_image(request: &Request<'_>, manifest: &Manifest) -> Result<(), Error> 
 
 /// Checks that the files of the image's job exist, or can be put back. Changes nothing.
 fn check_files(request: &Request<'_>, manifest: &Manifest) -> Result<(), Error> {
-    Ok(files::check(manifest, request.folder, request.identity, request.changed_files)?)
+    Ok(files::check(manifest, request.folder, request.identity, request.checks.changed_files)?)
 }
 
 /// Puts back the files of the unpacked image, its own and the job's.

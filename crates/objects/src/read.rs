@@ -7,6 +7,7 @@
 mod descriptor;
 mod fdinfo;
 mod identity;
+mod kind;
 mod mappings;
 mod process;
 mod socket;
@@ -33,7 +34,7 @@ impl Raw {
         let read = |pid: i32| -> Result<process::Raw, std::convert::Infallible> { Ok(process::Raw::read(pid)) };
         let Ok(mut processes) = parallel::in_parallel(tree.to_vec(), THREADS, read);
         processes.sort_unstable_by_key(|process| process.pid);
-        let identity = identity::Identity::find(&processes);
+        let identity = identity::Identity::find(&open(&processes));
         Raw { processes, identity }
     }
 
@@ -41,7 +42,7 @@ impl Raw {
     #[must_use]
     pub fn record(self, criu: &str) -> Record {
         let pids = self.pids();
-        let identity = self.identity.named(&self.processes, &pids);
+        let identity = self.identity.named(&open(&self.processes), &pids);
         let mut processes: Vec<record::Process> =
             self.processes.into_iter().filter_map(|process| process.record(&pids, &identity)).collect();
         processes.sort_unstable_by_key(|process| process.pid);
@@ -53,6 +54,11 @@ impl Raw {
     fn pids(&self) -> Pids {
         Pids(self.processes.iter().flat_map(process::Raw::ids).collect())
     }
+}
+
+fn open(processes: &[process::Raw]) -> Vec<identity::Open<'_>> {
+    let all = processes.iter().flat_map(|process| process.descriptors.iter().map(move |raw| (process.pid, raw)));
+    all.map(|(pid, raw)| identity::Open { place: (pid, raw.number), target: &raw.target, info: &raw.info }).collect()
 }
 
 /// Threads that read: each waits for nothing but the kernel.
@@ -89,6 +95,12 @@ fn field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
 /// The last word of a field: that of the innermost namespace.
 fn innermost(status: &str, name: &str) -> Option<i32> {
     field(status, name)?.split_whitespace().last()?.parse().ok()
+}
+
+/// Signals that wait, without SIGSTOP: with that CRIU stops a process again that was stopped.
+fn pending(mask: &str) -> String {
+    const STOP: u64 = 1 << (libc::SIGSTOP - 1);
+    u64::from_str_radix(mask, 16).map_or_else(|_| mask.to_owned(), |mask| format!("{:016x}", mask & !STOP))
 }
 
 /// Opens another process to fetch its descriptors.

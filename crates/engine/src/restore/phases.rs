@@ -360,7 +360,7 @@ pub(super) fn run_criu(
     let securebits = criu::image::securebits(&images).map_err(criu::RunError::Image)?;
     access::check_securebits(&securebits, request.identity)
         .map_err(|why| Error::Refused { id: request.image.id, why })?;
-    let recorded = Recorded::of(&request.image.dir, request.compare)?;
+    let recorded = Recorded::of(&request.image.dir, request.checks.compare)?;
     let (mut refused, mut differs, mut rehearsed, mut open) = (None, None, false, Vec::new());
     let mut before_it_runs = |moment| {
         // At the first moment all processes exist and still have our rights, so the user cannot reach them or what they

@@ -140,7 +140,7 @@ mod tests {
     use crate::launch::work::WorkFolder;
     use crate::launch::world::Network;
     use crate::parts::gpu::placement::Wishes;
-    use crate::restore::{ChangedFiles, Cuda, Own, Prepare, Unpacking};
+    use crate::restore::{ChangedFiles, Checks, Compare, Cuda, Own, Prepare, Unpacking};
     use crate::samples;
     use rekindle_criu::{Criu, Version};
     use rekindle_cuda::copier::Copier;
@@ -184,8 +184,7 @@ mod tests {
             privileges: Privileges::MayGrow,
             timeout: std::time::Duration::from_secs(5),
             network: Network::Host,
-            changed_files: ChangedFiles::Warn,
-            compare: crate::parts::objects::Compare::default(),
+            checks: Checks { changed_files: ChangedFiles::Warn, compare: Compare::default() },
             wishes: &Wishes::default(),
             prepare: Prepare(&|_| ()),
             unpacking: Unpacking {

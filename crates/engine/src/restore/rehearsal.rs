@@ -30,7 +30,7 @@ use serde::{Deserialize, Serialize};
 
 use self::failure::Failure;
 use super::phases::{Until, run_criu};
-use super::{ChangedFiles, Compare};
+use super::{ChangedFiles, Checks, Compare};
 use super::{Cuda, Error, Own, Prepare, Request, Unpacking, landing};
 use crate::launch::Privileges;
 use crate::launch::identity::Identity;
@@ -178,8 +178,7 @@ fn restore(
         timeout: Duration::from_secs(script.timeout),
         network: Network::Private,
         // The job has continued since the snapshot.
-        changed_files: ChangedFiles::Warn,
-        compare: Compare::default(),
+        checks: Checks { changed_files: ChangedFiles::Warn, compare: Compare::default() },
         wishes: &wishes,
         prepare: Prepare(&|_| ()),
         unpacking: Unpacking {

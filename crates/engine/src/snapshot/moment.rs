@@ -33,6 +33,12 @@ use rekindle_store::manifest::{
     Binding, ControlGroup, CpuTime, Fifo, Folder, GivenFile, JobRights, OpenFile, SavedLink, Scheduling, Timer,
 };
 
+/// How threads are run.
+pub(super) struct Threads {
+    pub(super) bindings: Vec<Binding>,
+    pub(super) scheduling: Vec<Scheduling>,
+}
+
 /// What was recorded.
 pub(super) struct Moment {
     pub(super) taken: DateTime<Utc>,
@@ -43,8 +49,7 @@ pub(super) struct Moment {
     pub(super) folders: Vec<Folder>,
     pub(super) fifos: Vec<Fifo>,
     pub(super) control_groups: Vec<ControlGroup>,
-    pub(super) bindings: Vec<Binding>,
-    pub(super) scheduling: Vec<Scheduling>,
+    pub(super) threads: Threads,
     pub(super) times: Times,
     /// The processes that somebody else had stopped, as they see themselves.
     pub(super) stopped: Vec<i32>,
@@ -87,6 +92,15 @@ pub(super) enum Wrong {
     Refused(Refusal),
 }
 
+/// What is done before CRIU looks at the tasks, while they stand still.
+#[derive(Default)]
+pub(super) struct Before {
+    /// What the kernel has of them.
+    pub(super) objects: Option<Raw>,
+    /// The terminals of the job, until CRIU has looked at them.
+    pub(super) terminals: Emptied,
+}
+
 /// Records it, from CRIU's `post-dump` notification.
 pub(super) struct Still<'a, 'w> {
     pub(super) env: Env<'a>,
@@ -101,12 +115,9 @@ pub(super) struct Still<'a, 'w> {
     pub(super) deadline: Instant,
     pub(super) receivers: Option<Receivers>,
     pub(super) drained: Option<Drained>,
-    /// The terminals of the job, until CRIU has looked at them.
-    pub(super) terminals: Emptied,
+    pub(super) before: Before,
     pub(super) wrong: Option<Wrong>,
     pub(super) moment: Option<Moment>,
-    /// What the kernel has of the tasks.
-    pub(super) objects: Option<Raw>,
     /// Names that were given to deleted files; they are on disk even if a later step fails.
     pub(super) saved_links: &'w mut Vec<SavedLink>,
 }
@@ -119,13 +130,13 @@ impl Still<'_, '_> {
 
     /// Before CRIU changes or reads anything: what is in the image is what the tasks have now, or came since.
     pub(super) fn read_objects(&mut self) {
-        self.objects = Some(objects::read(self.env.root()));
+        self.before.objects = Some(objects::read(self.env.root()));
     }
 
     /// CRIU would put what is in them through the line discipline.
     pub(super) fn empty_terminals(&mut self) -> Result<(), String> {
         let emptied = Emptied::take(&process::tree(self.env.root()), &self.seen.terminals);
-        self.terminals = emptied.map_err(|unsaved| {
+        self.before.terminals = emptied.map_err(|unsaved| {
             let why = unsaved.to_string();
             self.wrong = Some(Wrong::Terminal(unsaved));
             why
@@ -150,8 +161,8 @@ impl Still<'_, '_> {
     pub(super) fn record(&mut self) -> Result<(), String> {
         self.take_pages()?;
         self.keep_cuda_processes_stopped();
-        let saved = self.terminals.save(self.image);
-        self.terminals.fill();
+        let saved = self.before.terminals.save(self.image);
+        self.before.terminals.fill();
         saved.map_err(|error| format!("cannot save what waits in the job's terminals: {error}"))?;
         let (tree, mut notes) = self.refuse_what_a_restore_would_lose()?;
         let taken = Utc::now();
@@ -197,11 +208,10 @@ impl Still<'_, '_> {
             folders,
             fifos,
             control_groups: groups.groups,
-            bindings: affinity::capture(&tree),
-            scheduling,
+            threads: Threads { bindings: affinity::capture(&tree), scheduling },
             times: Times { timers: timers::capture(&places, &tree), cpu: cpu_time::capture(&tree) },
             stopped,
-            objects: self.objects.take().map(|had| (had, left_out)),
+            objects: self.before.objects.take().map(|had| (had, left_out)),
             notes,
             open: Watched::of(&tree, self.env.root()),
         });

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::CRIU_DIR;
 use super::mapped;
-use super::moment::{Moment, Still, Wrong};
+use super::moment::{Before, Moment, Still, Wrong};
 use super::opened::opened;
 use super::pages::Drained;
 use super::prepare::Ready;
@@ -22,7 +22,6 @@ use crate::launch::plugin;
 use crate::parts::devices::Devices;
 use crate::parts::files::{nameless, record};
 use crate::parts::kept::capture::{self as kept, Copy};
-use crate::parts::terminals::Emptied;
 use crate::parts::{landing, objects};
 use crate::steps::{self, Failed, Step, Timer};
 use rekindle_criu::{self as criu, DumpOptions, Hooks, Notify, Place, Plugin};
@@ -289,10 +288,9 @@ impl Freeze<'_> {
             deadline: Instant::now() + options.dump_timeout,
             receivers: self.ready.receivers.take(),
             drained: None,
-            terminals: Emptied::default(),
+            before: Before::default(),
             wrong: None,
             moment: None,
-            objects: None,
             saved_links: &mut self.saved_links,
         };
         let mut notify = |notify| match notify {
@@ -307,9 +305,9 @@ impl Freeze<'_> {
         let died = || died_traced(env.root());
         let mut hooks = Hooks { notify: &mut notify, cancelled: env.cancelled, died: &died, abandon: &|| {} };
         let log = criu::dump(&place, dump, &mut hooks);
-        let Still { drained, wrong, moment, terminals, .. } = still;
+        let Still { drained, wrong, moment, before, .. } = still;
         // Those of a dump that failed, first: the job runs again.
-        drop(terminals);
+        drop(before);
         let log = match (log, wrong) {
             (Ok(log), _) => log,
             (Err(criu::RunError::Cancelled), _) => return Err(Error::Cancelled),

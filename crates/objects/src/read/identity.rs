@@ -8,11 +8,21 @@ use std::collections::HashMap;
 
 use rekindle_os::same;
 
-use super::descriptor::Kind;
-use super::{Pids, process};
+use super::Pids;
+use super::kind::Kind;
 
 /// A descriptor: the process as we see it, and the number.
-type Place = (i32, i32);
+pub(super) type Place = (i32, i32);
+
+/// An open descriptor.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Open<'a> {
+    pub(super) place: Place,
+    /// Where /proc/PID/fd leads.
+    pub(super) target: &'a str,
+    /// /proc/PID/fdinfo
+    pub(super) info: &'a str,
+}
 
 /// Groups of descriptors, as we see them.
 #[derive(Debug, Default)]
@@ -22,22 +32,17 @@ pub(super) struct Identity {
 
 impl Identity {
     /// Compares those that may be the same: with the same target and the same state.
-    pub(super) fn find(processes: &[process::Raw]) -> Identity {
+    pub(super) fn find(all: &[Open<'_>]) -> Identity {
         let mut candidates: HashMap<(&str, &str), Vec<Place>> = HashMap::new();
-        for process in processes {
-            for descriptor in &process.descriptors {
-                candidates
-                    .entry((&descriptor.target, state(&descriptor.info)))
-                    .or_default()
-                    .push((process.pid, descriptor.number));
-            }
+        for Open { place, target, info } in all {
+            candidates.entry((target, state(info))).or_default().push(*place);
         }
         let alike = candidates.into_values().filter(|places| places.len() > 1);
         Identity { same: alike.flat_map(groups).collect() }
     }
 
     /// With the names.
-    pub(super) fn named(&self, processes: &[process::Raw], pids: &Pids) -> Named {
+    pub(super) fn named(&self, all: &[Open<'_>], pids: &Pids) -> Named {
         let inner = |pid: i32| pids.0.get(&pid).copied().unwrap_or(pid);
         let name = |places: &[Place]| {
             let first = places.iter().map(|(pid, number)| (inner(*pid), *number)).min();
@@ -49,11 +54,9 @@ impl Identity {
             named.same.extend(group.iter().map(|place| (*place, name.clone())));
         }
         let mut objects: HashMap<&str, Vec<Place>> = HashMap::new();
-        for process in processes {
-            for descriptor in &process.descriptors {
-                if matches!(Kind::of(&descriptor.target), Kind::Socket | Kind::Pipe) {
-                    objects.entry(&descriptor.target).or_default().push((process.pid, descriptor.number));
-                }
+        for Open { place, target, .. } in all {
+            if matches!(Kind::of(target), Kind::Socket | Kind::Pipe) {
+                objects.entry(target).or_default().push(*place);
             }
         }
         for places in objects.into_values() {

@@ -8,7 +8,7 @@ use rekindle_os::process as os_process;
 use super::descriptor;
 use super::identity::Named;
 use super::thread;
-use super::{OUTSIDE, Pids, field, innermost, mappings, pidfd, text};
+use super::{OUTSIDE, Pids, field, innermost, mappings, pending, pidfd, text};
 use crate::record::{self, Items};
 
 /// What was read.
@@ -150,12 +150,6 @@ impl Stat<'_> {
         let fields = (26..=28).chain(45..=51);
         fields.filter_map(|number| self.word(number)).collect::<Vec<_>>().join(" ")
     }
-}
-
-/// Signals that wait, without SIGSTOP: with that CRIU stops a process again that was stopped.
-pub(super) fn pending(mask: &str) -> String {
-    const STOP: u64 = 1 << (libc::SIGSTOP - 1);
-    u64::from_str_radix(mask, 16).map_or_else(|_| mask.to_owned(), |mask| format!("{:016x}", mask & !STOP))
 }
 
 /// A line for each limit: its name, the soft one, the hard one.

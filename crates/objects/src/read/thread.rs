@@ -3,7 +3,7 @@
 use rekindle_os::attributes;
 use rekindle_os::scheduling::Attributes;
 
-use super::{field, innermost, text};
+use super::{field, innermost, pending, text};
 use crate::record::{self, Items};
 
 /// What was read.
@@ -67,7 +67,7 @@ impl Raw {
         put("seccomp", all(&["Seccomp", "Seccomp_filters"]));
         put("huge-pages", all(&["THP_enabled"]));
         put("blocked-signals", all(&["SigBlk"]));
-        put("pending-signals", field(status, "SigPnd").map(super::process::pending));
+        put("pending-signals", field(status, "SigPnd").map(pending));
         put("timer-slack", self.slack.map(|text| text.trim().to_owned()));
         put("personality", self.personality.map(|text| text.trim().to_owned()));
         put("io-priority", self.io_priority.map(io_priority));

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::path::PathBuf;
 use std::sync::Mutex;
 
-use super::super::{ChangedFiles, Compare, Cuda, Own, Prepare, Unpacking};
+use super::super::{ChangedFiles, Checks, Compare, Cuda, Own, Prepare, Unpacking};
 use super::*;
 use crate::launch::output::{self, Bounds};
 use crate::launch::work::WorkFolder;
@@ -75,8 +75,7 @@ fn play(
         privileges: Privileges::MayGrow,
         timeout: Duration::from_secs(5),
         network: Network::Host,
-        changed_files: ChangedFiles::Warn,
-        compare: Compare::default(),
+        checks: Checks { changed_files: ChangedFiles::Warn, compare: Compare::default() },
         wishes: &Wishes::default(),
         prepare: Prepare(&note),
         unpacking: Unpacking {
