@@ -9,7 +9,7 @@ use nix::unistd::User;
 use rekindle_os::process::children;
 
 use crate::kinds::{count_on, finish};
-use crate::supervisor::{LIMIT, Lab, Running, comes};
+use crate::supervisor::{LIMIT, Lab, Running, comes, wait_for};
 
 /// A group of the test in each hierarchy that it uses; removed with all below when it goes out of scope.
 struct Ground {
@@ -73,8 +73,9 @@ impl Ground {
 
     fn remove_the_jobs(&self) {
         for inner in self.jobs() {
-            fs::remove_dir(&inner).unwrap();
-            fs::remove_dir(inner.parent().unwrap()).unwrap();
+            // What was killed, also of a rehearsal, leaves a group only when it is gone.
+            wait_for("the group is empty", || fs::remove_dir(&inner).is_ok());
+            wait_for("its parent is empty", || fs::remove_dir(inner.parent().unwrap()).is_ok());
         }
     }
 

@@ -391,6 +391,8 @@ fn a_write_lease_is_not_broken() {
     let mut run = lab.run(["/usr/bin/python3", "-c", LEASE, lab.path().to_str().unwrap()]);
     count_on(&lab, &mut run, 5);
     run.snapshot(&lab);
+    // Not while the first one copies the file.
+    run.wait_for("the first rehearsal", || events(&lab, "rehearsed") >= 1);
     fs::write(lab.file("take"), "").unwrap();
     run.wait_printed("taken\n");
     run.wait_said("was not rehearsed: there is a write lease on");
