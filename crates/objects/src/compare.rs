@@ -204,6 +204,8 @@ fn differs(how: How, then: Option<&String>, now: Option<&String>) -> bool {
             _ => then != now,
         },
         How::AtLeastThese => match (number(then, 16), number(now, 16)) {
+            // It was not known: see `read::thread`.
+            (None, Some(_)) if then.is_none() => false,
             (Some(then), Some(now)) => then & !now != 0,
             _ => then != now,
         },

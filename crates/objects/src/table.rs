@@ -100,7 +100,7 @@ pub const ROWS: &[Row] = &[
     row(Thread, "capabilities", "capabilities: inheritable, permitted, effective, bounding, ambient", Equal, Refused),
     row(Thread, "no-new-privileges", "no-new-privileges flag", Equal, Refused),
     row(Thread, "seccomp", "seccomp mode and number of filters", Equal, Refused),
-    row(Thread, "blocked-signals", "signals that it blocks", Equal, Refused),
+    row(Thread, "blocked-signals", "signals that it blocks", AtLeastThese, Refused),
     row(Thread, "pending-signals", "signals that wait for the thread", AtLeastThese, Refused),
     row(Thread, "robust-list", "robust list of futexes", Equal, Refused),
     row(Thread, "scheduling", "scheduling policy, priority, nice value and flags", Equal, Told),

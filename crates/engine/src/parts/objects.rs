@@ -19,11 +19,11 @@ use rekindle_store::Manifest;
 #[serde(rename_all = "kebab-case")]
 pub enum Compare {
     /// A difference that the job would notice fails the restore. An image without a record is restored.
-    #[default]
     On,
     /// An image without a record is not restored either.
     Required,
     /// Differences are only told.
+    #[default]
     Tell,
 }
 

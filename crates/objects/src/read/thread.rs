@@ -12,6 +12,7 @@ pub(super) struct Raw {
     /// As we see it.
     pub(super) tid: i32,
     pub(super) status: String,
+    call: Option<String>,
     slack: Option<String>,
     personality: Option<String>,
     scheduling: Option<Attributes>,
@@ -26,6 +27,7 @@ impl Raw {
         Raw {
             tid,
             status: text(&format!("/proc/{pid}/task/{tid}/status")).unwrap_or_default(),
+            call: file("syscall"),
             slack: file("timerslack_ns"),
             personality: file("personality"),
             scheduling: Attributes::of(tid).ok(),
@@ -66,7 +68,9 @@ impl Raw {
         put("no-new-privileges", all(&["NoNewPrivs"]));
         put("seccomp", all(&["Seccomp", "Seccomp_filters"]));
         put("huge-pages", all(&["THP_enabled"]));
-        put("blocked-signals", all(&["SigBlk"]));
+        if !self.call.as_deref().is_some_and(has_another_mask) {
+            put("blocked-signals", all(&["SigBlk"]));
+        }
         put("pending-signals", field(status, "SigPnd").map(pending));
         put("timer-slack", self.slack.map(|text| text.trim().to_owned()));
         put("personality", self.personality.map(|text| text.trim().to_owned()));
@@ -75,6 +79,14 @@ impl Raw {
         put("robust-list", self.robust_list.map(|head| format!("{head:#x}")));
         Some(record::Thread { tid, items })
     }
+}
+
+/// Whether a thread is in a system call that changes which signals it blocks until it returns. The kernel shows the mask of the
+/// call, and CRIU saves that of the thread. The call begins again in a restored job.
+fn has_another_mask(call: &str) -> bool {
+    let calls =
+        [libc::SYS_rt_sigsuspend, libc::SYS_ppoll, libc::SYS_pselect6, libc::SYS_epoll_pwait, libc::SYS_epoll_pwait2];
+    call.split_whitespace().next().and_then(|number| number.parse().ok()).is_some_and(|number| calls.contains(&number))
 }
 
 fn words(value: &str) -> String {
