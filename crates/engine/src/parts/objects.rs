@@ -116,7 +116,7 @@ impl Recorded {
         Ok(Recorded { record: None, compare })
     }
 
-    /// Compares the tasks of the tree below `root`, of which none has run, and puts back what can be.
+    /// Compares the tasks of the tree below `root` before any of them runs, and puts back what can be.
     ///
     /// # Errors
     /// When the job would notice a difference.
