@@ -94,7 +94,7 @@ fn a_seed_gives_the_same_history_again() {
 }
 
 /// Seeds of histories that found a bug, each once: docs/simulator.md says which.
-const KEPT: [u64; 24] = [
+const KEPT: [u64; 25] = [
     9_650_324_718_012_789_893,
     6_771_225_392_452_221_716,
     1_519_156_796_706_109_399,
@@ -119,6 +119,7 @@ const KEPT: [u64; 24] = [
     11_124_681_096_456_974_945,
     4_423_947_620_304_410_292,
     2_357_396_548_184_877_595,
+    614_611_797_178_571_202,
 ];
 
 #[test]

@@ -10,6 +10,9 @@ use super::{SETTLED, World};
 use crate::documents::{Ask, Ending, Epoch, Number};
 use crate::events::{Event, Local};
 
+/// A job that was stuck takes up to a second to end, afterwards.
+const LETS_GO: Duration = Duration::from_secs(2);
+
 impl World {
     pub(super) fn some(&mut self) -> usize {
         usize::try_from(self.random.below(self.nodes.len() as u64)).unwrap_or_default()
@@ -151,8 +154,7 @@ impl World {
                     }
                     _ => self.nodes[at].trouble.mute = true,
                 }
-                // A job that was stuck takes up to a second to end.
-                self.at(until + Duration::from_secs(2), Happening::Over(fault, at));
+                self.at(until + LETS_GO, Happening::Over(fault, at));
             }
             Fault::RecordsRemoved => {
                 let all: Vec<Number> = self.coordinator.view.images.keys().copied().collect();
@@ -224,7 +226,9 @@ impl World {
             Fault::Hindered => self.nodes[at].trouble.hindered = false,
             Fault::Mute => self.nodes[at].trouble.mute = false,
             Fault::Stuck => {
-                self.nodes[at].trouble.stuck_until = self.nodes[at].trouble.stuck_until.filter(|it| *it > self.now);
+                // Another such fault may end within the same two seconds.
+                self.nodes[at].trouble.stuck_until =
+                    self.nodes[at].trouble.stuck_until.filter(|it| *it + LETS_GO > self.now);
             }
             _ => {}
         }
