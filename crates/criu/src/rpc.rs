@@ -446,7 +446,8 @@ impl<'a> Run<'a> {
             .and_then(|spawn| {
                 let spawn = spawn.open(null(0, libc::O_RDONLY)).open(null(1, libc::O_WRONLY));
                 // A session of its own: Ctrl-C, or a signal for our process group, is for us.
-                let mut spawn = spawn.fd(log_end, 2).fd(theirs, 3).session();
+                // No groups: CRIU calls setgroups(2) only for a task that has some, and one without would get CRIU's.
+                let mut spawn = spawn.fd(log_end, 2).fd(theirs, 3).session().no_groups();
                 if let Some(opened) = opened {
                     spawn = spawn.fd(opened, IMAGES);
                 }

@@ -145,12 +145,17 @@ pub(super) fn leave_keyring() {
     unsafe { libc::syscall(libc::SYS_keyctl, JOIN, 0) };
 }
 
+/// Takes all supplementary groups from this thread.
+pub(super) fn leave_groups() -> rustix::io::Result<()> {
+    set_thread_groups(&[])
+}
+
 /// Makes this thread that user, with this group and no other one, and without capabilities if it is not root. With raw
 /// system calls: the C library's functions would signal other threads of the process (nptl(7)), which a forked copy does not
 /// have.
 pub(super) fn become_user(user: u32, group: u32) -> rustix::io::Result<()> {
     let (user, group) = (Uid::from_raw_unchecked(user), Gid::from_raw_unchecked(group));
-    set_thread_groups(&[])?;
+    leave_groups()?;
     set_thread_res_gid(group, group, group)?;
     set_thread_res_uid(user, user, user)?;
     if user.is_root() {

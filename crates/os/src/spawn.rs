@@ -98,6 +98,7 @@ struct Descriptors {
 struct Rights {
     /// User and group.
     identity: Option<(u32, u32)>,
+    no_groups: bool,
     no_new_privileges: bool,
 }
 
@@ -299,6 +300,13 @@ impl Spawn {
     #[must_use]
     pub fn identity(mut self, user: u32, group: u32) -> Spawn {
         self.rights.identity = Some((user, group));
+        self
+    }
+
+    /// Takes the supplementary groups from the child, where this process may do that (CAP_SETGID); elsewhere it keeps them.
+    #[must_use]
+    pub fn no_groups(mut self) -> Spawn {
+        self.rights.no_groups = true;
         self
     }
 

@@ -155,7 +155,8 @@ fn differences(record: &Record, now: &Record, manifest: &Manifest) -> Vec<Differ
             .and_then(|process| process.descriptors.iter().find(|descriptor| Some(descriptor.number) == difference.at));
         descriptor.and_then(|descriptor| descriptor.items.get("path")).is_some_and(|path| is_output(path))
     };
-    // CRIU lets a process without groups keep those that CRIU itself has. The reaper is ours, and uses none.
+    // CRIU lets a process without groups keep those that CRIU itself has: those of the job's user, if it works on files with
+    // that user's rights. The reaper is ours, and uses none.
     let of_reaper = |difference: &Difference| difference.process.0 == manifest.tree.root;
     found.retain(|difference| !(difference.row.item == "more-groups" && of_reaper(difference)));
     found.retain(|difference| {

@@ -423,7 +423,11 @@ pub(super) fn run_criu(
     let mut hooks = Hooks { notify: &mut before_it_runs, cancelled, died: &died, abandon: &abandon };
     // CRIU works on the files of the job's user with that user's rights. Files that these rights do not reach are
     // opened by us.
-    let files = request.identity.and_then(Identity::file_rights);
+    let mut files = request.identity.and_then(Identity::file_rights);
+    // A task without groups keeps those of CRIU.
+    if let (Some(files), true) = (&mut files, manifest.rights.as_ref().is_some_and(|rights| rights.groups.is_empty())) {
+        files.groups = &[];
+    }
     let folder = files.map(|_| request.own.work.plugins());
     folder.as_deref().map(plugin::unpack).transpose()?;
     let plugin = folder.as_deref().map(|folder| Plugin { folder, devices: None, files });

@@ -19,7 +19,7 @@ use nix::sys::stat::{FchmodatFlags, Mode, SFlag, fchmodat, makedev, mknod, umask
 use rustix::thread::{Timespec, nanosleep};
 
 use super::{Open, Spawn, World};
-use crate::identity::{become_user, leave_keyring};
+use crate::identity::{become_user, leave_groups, leave_keyring};
 
 /// The step of the working directory.
 pub(super) const DIRECTORY: &str = "changing to the working directory";
@@ -124,6 +124,13 @@ impl<'a> Plan<'a> {
         self.close_above(top);
         if let Some(without) = &spawn.place.own_tun {
             self.make_tun(without);
+        }
+        if spawn.rights.no_groups {
+            match leave_groups() {
+                // Without the capability, or in a user namespace whose setgroups(2) is off.
+                Err(rustix::io::Errno::PERM) => {}
+                result => self.check(10, result),
+            }
         }
         if let Some((user, group)) = spawn.rights.identity {
             leave_keyring();
