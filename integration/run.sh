@@ -54,6 +54,8 @@ leave() {
 trap leave EXIT
 
 step 'dependencies: build' scripts/deps.sh build
+# Behind the shims of a version manager each start of Python takes a dozen shells.
+PATH=$(python3 -c 'import os, sys; print(os.path.dirname(sys.executable))'):$PATH
 # The others are mostly downloaded: that goes on while the compiler works. The steps below say what is missing.
 if [ "$(id -u)" -eq 0 ]; then
   later=(python s3 prometheus etcd shells slurm uplink databases disks stacks torch browser lint book package k8s helm notebook docs)

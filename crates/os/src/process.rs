@@ -143,6 +143,12 @@ pub fn has_ended(pid: i32) -> bool {
     }
 }
 
+/// Whether it has given back its memory: it is dead, or runs only kernel code any more on its way to be.
+#[must_use]
+pub fn is_ending(pid: i32) -> bool {
+    has_ended(pid) || text(pid, "statm").is_ok_and(|text| text.starts_with("0 "))
+}
+
 /// How a process ended that is dead and not reaped yet, which only root may read.
 #[must_use]
 pub fn ended(pid: i32) -> Option<Ended> {
@@ -409,6 +415,7 @@ mod tests {
         assert!(is_there(), "{:?} {:?}", name(pid), state(pid));
         assert_eq!((ended(pid), tracer(pid), inner_pid(pid).is_some()), (None, Some(0), true));
         assert_eq!(status(pid, "Tgid"), Some(pid.to_string()));
+        assert!(!is_ending(pid));
         assert!(start_time(pid) >= start_time(std::process::id().cast_signed()));
         assert!(cpu_time(pid).is_some_and(|time| time < Duration::from_secs(10)));
         assert!(cpu_ticks(pid).is_some_and(|ticks| ticks < 1000) && stack_start(pid).is_some());
@@ -420,6 +427,8 @@ mod tests {
         drop(child.stdin.take());
         child_is_dead(pid);
         assert_eq!((state(pid), ended(pid)), (Some('Z'), Some(Ended::Exit(3))));
+        // As soon as its memory is gone, not only when it is dead.
+        assert!(is_ending(pid) && text(pid, "statm").unwrap().starts_with("0 "));
         child.wait().unwrap();
     }
 

@@ -367,7 +367,7 @@ fn pids() -> impl Iterator<Item = i32> {
 
 /// A running `rekindle run`; killed when dropped.
 pub(crate) struct Supervisor<'a> {
-    rig: &'a Rig,
+    pub(crate) rig: &'a Rig,
     running: Running,
     /// The log was read up to here.
     mark: usize,

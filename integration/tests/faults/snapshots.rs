@@ -49,7 +49,10 @@ fn a_thread_that_is_stopped_with_a_lock_that_the_driver_wants_does_not_hold_the_
     let Some(mut rig) = Rig::new() else { return };
     rig.job(&["--occupy-ms", "5"]);
     let mut supervisor = rig.start();
-    for _ in 0..3 {
+    // How often a thread has the lock at that moment depends on the machine.
+    let is_met = |rig: &Rig| rig.log().contains("the driver's thread waits for a stopped one");
+    for attempt in 0.. {
+        assert!(attempt < 30, "none was met with the lock");
         let image = supervisor.snapshot();
         let freeze = Duration::from_micros(image.manifest().unwrap().freeze_us);
         // An attempt to lock may take 10 s.
@@ -58,8 +61,10 @@ fn a_thread_that_is_stopped_with_a_lock_that_the_driver_wants_does_not_hold_the_
         supervisor.kill_job();
         supervisor.said("the job was restored from image");
         supervisor.counts();
+        if is_met(supervisor.rig) {
+            break;
+        }
     }
-    assert!(rig.log().contains("the driver's thread waits for a stopped one"), "none was met with the lock");
     supervisor.stop();
     rig.assert_sequence();
 }

@@ -167,8 +167,9 @@ const UNREAD: Duration = Duration::from_secs(2);
 const AT_REST: Duration = Duration::from_secs(2);
 
 impl Member {
+    /// The driver knows it no longer once it has given back its memory, which may be long before it is dead.
     fn has_ended(&self) -> bool {
-        process::has_ended(self.process.pid())
+        process::is_ending(self.process.pid())
     }
 
     /// It has ended, or executed another program, which may use CUDA as well.
@@ -246,7 +247,7 @@ impl Group {
                     members.push(Member { process, inner, thread, inner_thread, stack, state, stopped: false });
                 }
                 Err(error) if error.is_not_cuda() => {}
-                Err(_) if process::has_ended(pid) => {}
+                Err(_) if process::is_ending(pid) => {}
                 Err(error) => return Err(error),
             }
         }
@@ -527,7 +528,7 @@ impl Group {
         let began = Instant::now();
         loop {
             let sharing = self.sharing().and_then(|all| {
-                let is_missing = |pid: &&i32| !all.iter().any(|one| one.pid() == **pid) && !process::has_ended(**pid);
+                let is_missing = |pid: &&i32| !all.iter().any(|one| one.pid() == **pid) && !process::is_ending(**pid);
                 match self.lacking.iter().find(is_missing) {
                     None => Ok(all),
                     Some(pid) => Err(Error::Io {
@@ -764,7 +765,7 @@ fn ask_again(member: &Member) -> Result<State, cuda::Error> {
     let ask = || member.alone(Process::state);
     let mut answer = ask();
     for _ in 0..5 {
-        if matches!(answer, Ok(_) | Err(cuda::Error::Thread { .. })) || process::has_ended(pid) {
+        if matches!(answer, Ok(_) | Err(cuda::Error::Thread { .. })) || process::is_ending(pid) {
             break;
         }
         std::thread::sleep(Duration::from_millis(20));
