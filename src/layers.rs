@@ -34,7 +34,7 @@ const BASE: [&str; 10] =
     ["chain", "ended", "micros", "moved", "notice", "percentage", "units", "xid", "cause", "interval"];
 
 /// The modules for Linux.
-const OS: [&str; 43] = [
+const OS: [&str; 44] = [
     "affinity",
     "attributes",
     "same",
@@ -52,6 +52,7 @@ const OS: [&str; 43] = [
     "elf",
     "identity",
     "datagrams",
+    "descriptor_table",
     "descriptors",
     "inherited",
     "leases",

@@ -13,7 +13,9 @@ mod process;
 mod socket;
 mod thread;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::convert::Infallible;
+use std::sync::{Mutex, PoisonError};
 
 use rekindle_os::parallel;
 use rekindle_os::process as os_process;
@@ -24,18 +26,23 @@ use crate::record::{self, Record};
 #[derive(Debug)]
 pub struct Raw {
     processes: Vec<process::Raw>,
+    sockets: Sockets,
     identity: identity::Identity,
 }
+
+/// Sockets by their name in /proc/PID/fd. One of many descriptors is read once: it has about a hundred options.
+type Sockets = HashMap<String, socket::Raw>;
 
 impl Raw {
     /// Reads the processes of a tree, with pids as we see them. None of them may run.
     #[must_use]
     pub fn read(tree: &[i32]) -> Raw {
-        let read = |pid: i32| -> Result<process::Raw, std::convert::Infallible> { Ok(process::Raw::read(pid)) };
+        let read = |pid: i32| -> Result<process::Raw, Infallible> { Ok(process::Raw::read(pid)) };
         let Ok(mut processes) = parallel::in_parallel(tree.to_vec(), THREADS, read);
         processes.sort_unstable_by_key(|process| process.pid);
+        let sockets = descriptors(&mut processes);
         let identity = identity::Identity::find(&open(&processes));
-        Raw { processes, identity }
+        Raw { processes, sockets, identity }
     }
 
     /// Makes the record of it.
@@ -43,8 +50,8 @@ impl Raw {
     pub fn record(self, criu: &str) -> Record {
         let pids = self.pids();
         let identity = self.identity.named(&open(&self.processes), &pids);
-        let mut processes: Vec<record::Process> =
-            self.processes.into_iter().filter_map(|process| process.record(&pids, &identity)).collect();
+        let of_each = |process: process::Raw| process.record(&pids, &identity, &self.sockets);
+        let mut processes: Vec<record::Process> = self.processes.into_iter().filter_map(of_each).collect();
         processes.sort_unstable_by_key(|process| process.pid);
         let kernel = nix::sys::utsname::uname();
         let kernel = kernel.map(|name| name.release().to_string_lossy().into_owned()).unwrap_or_default();
@@ -61,8 +68,39 @@ fn open(processes: &[process::Raw]) -> Vec<identity::Open<'_>> {
     all.map(|(pid, raw)| identity::Open { place: (pid, raw.number), target: &raw.target, info: &raw.info }).collect()
 }
 
+/// Reads the descriptors of these processes. One process may have thousands, so the threads share them in pieces.
+fn descriptors(processes: &mut [process::Raw]) -> Sockets {
+    let known = Mutex::new(HashSet::new());
+    let is_new = |name: &str| known.lock().unwrap_or_else(PoisonError::into_inner).insert(name.to_owned());
+    let pieces = processes.iter().enumerate();
+    let pieces = pieces.flat_map(|(at, process)| process.table.numbers().chunks(PIECE).map(move |piece| (at, piece)));
+    let read = |(at, piece): (usize, &[i32])| -> Result<_, Infallible> {
+        let table = processes.get(at).map(|process| &process.table);
+        let each = piece.iter().filter_map(|number| table?.read(*number, is_new));
+        let (all, sockets): (Vec<_>, Vec<_>) = each.unzip();
+        let names = all.iter().map(|raw: &descriptor::Raw| raw.target.clone());
+        let sockets: Vec<_> = names.zip(sockets).filter_map(|(name, socket)| Some((name, socket?))).collect();
+        Ok((at, all, sockets))
+    };
+    let Ok(done) = parallel::in_parallel(pieces.collect(), THREADS, read);
+    let mut sockets = Sockets::new();
+    for (at, all, more) in done {
+        if let Some(process) = processes.get_mut(at) {
+            process.descriptors.extend(all);
+        }
+        sockets.extend(more);
+    }
+    for process in processes {
+        process.descriptors.sort_unstable_by_key(|descriptor| descriptor.number);
+    }
+    sockets
+}
+
+/// Descriptors that a thread reads before it asks for more.
+const PIECE: usize = 32;
+
 /// Threads that read: each waits for nothing but the kernel.
-const THREADS: usize = 4;
+const THREADS: usize = 16;
 
 /// What a process or thread is called that is none of the job.
 const OUTSIDE: &str = "outside";
@@ -83,8 +121,11 @@ impl Pids {
 
 /// A file of /proc; `None` if the kernel has no such file, or the task is gone.
 fn text(path: &str) -> Option<String> {
-    let bytes = std::fs::read(path).ok()?;
-    Some(String::from_utf8(bytes).unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned()))
+    std::fs::read(path).ok().map(lossy)
+}
+
+fn lossy(bytes: Vec<u8>) -> String {
+    String::from_utf8(bytes).unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned())
 }
 
 /// The value of a field of a `status` file.

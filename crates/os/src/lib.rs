@@ -9,6 +9,7 @@ pub mod blocks;
 pub mod cgroup;
 pub mod clock;
 pub mod datagrams;
+pub mod descriptor_table;
 pub mod descriptors;
 pub mod detach;
 pub mod direct;

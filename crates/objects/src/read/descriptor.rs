@@ -1,14 +1,14 @@
 //! A descriptor: what it is, and what the file or object behind it has.
 
 use std::os::fd::OwnedFd;
-use std::os::unix::ffi::OsStrExt;
 
 use rekindle_os::attributes;
+use rekindle_os::descriptor_table::DescriptorTable;
 use rekindle_os::process as os_process;
 
 use super::identity::Named;
 use super::kind::Kind;
-use super::{Pids, fdinfo, socket, text};
+use super::{Pids, Sockets, fdinfo, lossy, pidfd, socket};
 use crate::record::{self, Items};
 
 /// What was read.
@@ -32,24 +32,43 @@ struct More {
     seals: Option<i32>,
     settings: Option<String>,
     window: Option<String>,
-    socket: Option<socket::Raw>,
+}
+
+/// The descriptors of a process.
+#[derive(Debug)]
+pub(super) struct Table {
+    table: Option<DescriptorTable>,
+    /// To fetch them.
+    process: Option<OwnedFd>,
+}
+
+impl Table {
+    pub(super) fn of(pid: i32) -> Table {
+        Table { table: DescriptorTable::of(pid).ok(), process: pidfd(pid) }
+    }
+
+    pub(super) fn numbers(&self) -> &[i32] {
+        self.table.as_ref().map_or(&[], DescriptorTable::numbers)
+    }
+
+    /// Reads one, and the socket behind it if `is_new` says so of its name.
+    pub(super) fn read(&self, number: i32, is_new: impl Fn(&str) -> bool) -> Option<(Raw, Option<socket::Raw>)> {
+        let table = self.table.as_ref()?;
+        let target = lossy(table.target(number)?);
+        let info = table.info(number).map(lossy).unwrap_or_default();
+        let kind = Kind::of(&target);
+        let has_more = !matches!(kind, Kind::Anonymous(_) | Kind::Path(_));
+        let process = self.process.as_ref().filter(|_| has_more);
+        let opened = process.and_then(|process| os_process::fetch_descriptor(process, number).ok());
+        let more = opened.as_ref().map(|opened| More::read(opened, kind)).unwrap_or_default();
+        let opened = opened.filter(|_| kind == Kind::Socket && is_new(&target));
+        let socket = opened.as_ref().map(socket::Raw::read);
+        Some((Raw { number, target, info, more }, socket))
+    }
 }
 
 impl Raw {
-    pub(super) fn read_all(pid: i32, process: Option<&OwnedFd>) -> Vec<Raw> {
-        let mut all: Vec<Raw> = os_process::descriptors(pid)
-            .map(|(number, target)| {
-                let target = String::from_utf8_lossy(target.as_os_str().as_bytes()).into_owned();
-                let info = text(&format!("/proc/{pid}/fdinfo/{number}")).unwrap_or_default();
-                let more = process.map(|process| More::read(process, number, &target)).unwrap_or_default();
-                Raw { number, target, info, more }
-            })
-            .collect();
-        all.sort_unstable_by_key(|descriptor| descriptor.number);
-        all
-    }
-
-    pub(super) fn record(self, pid: i32, pids: &Pids, identity: &Named) -> record::Descriptor {
+    pub(super) fn record(self, pid: i32, pids: &Pids, identity: &Named, sockets: &Sockets) -> record::Descriptor {
         let mut items = Items::new();
         let mut put = |item: &str, value: String| {
             items.insert(item.to_owned(), value);
@@ -70,7 +89,7 @@ impl Raw {
         if let Some(object) = identity.object(pid, self.number) {
             put("object", object);
         }
-        let More { owner, signal, size, queued, unsent, seals, settings, window, socket } = self.more;
+        let More { owner, signal, size, queued, unsent, seals, settings, window } = self.more;
         if let Some((kind, id)) = owner.filter(|(_, id)| *id != 0) {
             let kind = ["thread", "process", "process group"].get(usize::try_from(kind).unwrap_or(3)).copied();
             let signal = signal.unwrap_or_default();
@@ -90,8 +109,8 @@ impl Raw {
             }
         }
         fdinfo::items(&self.info, &mut items);
-        if let Some(socket) = socket {
-            socket.items(pids, &mut items);
+        if let Some(socket) = sockets.get(&self.target) {
+            socket.items(&mut items);
         }
         record::Descriptor { number: self.number, items }
     }
@@ -101,31 +120,25 @@ impl Raw {
 const GET_SIGNAL: i32 = 11;
 
 impl More {
-    fn read(process: &OwnedFd, number: i32, target: &str) -> More {
-        let kind = Kind::of(target);
-        if matches!(kind, Kind::Anonymous(_) | Kind::Path(_)) {
-            return More::default();
-        }
-        let Ok(descriptor) = os_process::fetch_descriptor(process, number) else { return More::default() };
+    fn read(descriptor: &OwnedFd, kind: Kind<'_>) -> More {
         let mut more = More {
-            owner: attributes::owner(&descriptor).ok(),
-            signal: attributes::number(&descriptor, GET_SIGNAL).ok(),
+            owner: attributes::owner(descriptor).ok(),
+            signal: attributes::number(descriptor, GET_SIGNAL).ok(),
             ..More::default()
         };
         match kind {
             Kind::Pipe => {
-                more.size = attributes::number(&descriptor, libc::F_GETPIPE_SZ).ok();
-                more.queued = attributes::length(&descriptor, libc::FIONREAD).ok();
+                more.size = attributes::number(descriptor, libc::F_GETPIPE_SZ).ok();
+                more.queued = attributes::length(descriptor, libc::FIONREAD).ok();
             }
             Kind::Terminal => {
-                more.queued = attributes::length(&descriptor, libc::FIONREAD).ok();
-                more.unsent = attributes::length(&descriptor, libc::TIOCOUTQ).ok();
-                more.settings = attributes::terminal_settings(&descriptor).ok();
-                more.window = attributes::window(&descriptor).ok();
+                more.queued = attributes::length(descriptor, libc::FIONREAD).ok();
+                more.unsent = attributes::length(descriptor, libc::TIOCOUTQ).ok();
+                more.settings = attributes::terminal_settings(descriptor).ok();
+                more.window = attributes::window(descriptor).ok();
             }
-            Kind::Memfd => more.seals = attributes::number(&descriptor, libc::F_GET_SEALS).ok(),
-            Kind::Socket => more.socket = Some(socket::Raw::read(&descriptor)),
-            Kind::Anonymous(_) | Kind::Path(_) => {}
+            Kind::Memfd => more.seals = attributes::number(descriptor, libc::F_GET_SEALS).ok(),
+            Kind::Socket | Kind::Anonymous(_) | Kind::Path(_) => {}
         }
         more
     }

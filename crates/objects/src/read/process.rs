@@ -8,7 +8,7 @@ use rekindle_os::process as os_process;
 use super::descriptor;
 use super::identity::Named;
 use super::thread;
-use super::{OUTSIDE, Pids, field, innermost, mappings, pending, pidfd, text};
+use super::{OUTSIDE, Pids, Sockets, field, innermost, mappings, pending, text};
 use crate::record::{self, Items};
 
 /// What was read.
@@ -24,6 +24,8 @@ pub(super) struct Raw {
     lines: Vec<(&'static str, Option<String>)>,
     links: Vec<(&'static str, Option<String>)>,
     threads: Vec<thread::Raw>,
+    pub(super) table: descriptor::Table,
+    /// Read apart, on more threads.
     pub(super) descriptors: Vec<descriptor::Raw>,
 }
 
@@ -43,7 +45,6 @@ impl Raw {
         let mut threads: Vec<thread::Raw> =
             os_process::threads(pid).into_iter().map(|tid| thread::Raw::read(pid, tid)).collect();
         threads.sort_unstable_by_key(|thread| thread.tid);
-        let pidfd = pidfd(pid);
         Raw {
             pid,
             stat,
@@ -53,7 +54,8 @@ impl Raw {
             lines: LINES.iter().map(|(item, name)| (*item, file(name))).collect(),
             links: LINKS.iter().map(|(item, name)| (*item, link(name))).collect(),
             threads,
-            descriptors: descriptor::Raw::read_all(pid, pidfd.as_ref()),
+            table: descriptor::Table::of(pid),
+            descriptors: Vec::new(),
         }
     }
 
@@ -62,7 +64,7 @@ impl Raw {
         self.threads.iter().filter_map(|thread| Some((thread.tid, thread.inner()?))).collect()
     }
 
-    pub(super) fn record(self, pids: &Pids, identity: &Named) -> Option<record::Process> {
+    pub(super) fn record(self, pids: &Pids, identity: &Named, sockets: &Sockets) -> Option<record::Process> {
         let leader = self.threads.iter().find(|thread| thread.tid == self.pid)?;
         let status = &leader.status;
         let pid = innermost(status, "NSpid")?;
@@ -118,7 +120,8 @@ impl Raw {
         let name = leader.name();
         let mut threads: Vec<record::Thread> = self.threads.into_iter().filter_map(thread::Raw::record).collect();
         threads.sort_unstable_by_key(|thread| thread.tid);
-        let descriptors = self.descriptors.into_iter().map(|raw| raw.record(self.pid, pids, identity)).collect();
+        let descriptors =
+            self.descriptors.into_iter().map(|raw| raw.record(self.pid, pids, identity, sockets)).collect();
         Some(record::Process { pid, name, items, threads, descriptors, mappings: mappings::of(&self.maps) })
     }
 }

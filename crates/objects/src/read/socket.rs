@@ -5,9 +5,8 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use nix::sys::socket::{SockaddrLike, SockaddrStorage, getpeername, getsockname};
 use rekindle_os::{attributes, sockopt};
 
-use super::Pids;
 use crate::record::Items;
-use crate::table::{Level, OPTIONS, SocketOption};
+use crate::table::{Level, OPTIONS, Shape, SocketOption};
 
 /// What was read.
 #[derive(Debug)]
@@ -24,8 +23,13 @@ pub(super) struct Raw {
     readable: Option<i32>,
     congestion: Option<String>,
     device: Option<String>,
-    options: Vec<(&'static SocketOption, Vec<u8>)>,
+    /// Each with how many bytes of `values` it has.
+    options: Vec<(&'static SocketOption, usize)>,
+    values: Vec<u8>,
 }
+
+/// Bytes of all options of a TCP socket: there are many sockets.
+const VALUES: usize = 512;
 
 /// The state of a connection is the first byte of `TCP_INFO` (linux/tcp.h).
 const CLOSED: u8 = 7;
@@ -47,7 +51,10 @@ impl Raw {
         let asked = |option: &&SocketOption| levels.contains(&(option.level, true));
         // The other end of a UNIX socket need not have a name.
         let peer = getpeername::<SockaddrStorage>(socket.as_raw_fd());
-        let options = OPTIONS.iter().filter(asked).filter_map(|option| Some((option, value(socket, option)?)));
+        let (mut options, mut values) = (Vec::with_capacity(OPTIONS.len()), Vec::with_capacity(VALUES));
+        for option in OPTIONS.iter().filter(asked) {
+            options.extend(value(socket, option, &mut values).map(|length| (option, length)));
+        }
         Raw {
             family,
             kind,
@@ -61,11 +68,12 @@ impl Raw {
             readable: (!listens).then(|| attributes::length(socket, libc::FIONREAD).ok()).flatten(),
             congestion: is_tcp.then(|| string(socket, libc::IPPROTO_TCP, libc::TCP_CONGESTION)).flatten(),
             device: is_ip.then(|| string(socket, libc::SOL_SOCKET, libc::SO_BINDTODEVICE)).flatten(),
-            options: options.collect(),
+            options,
+            values,
         }
     }
 
-    pub(super) fn items(self, _pids: &Pids, items: &mut Items) {
+    pub(super) fn items(&self, items: &mut Items) {
         let mut put = |item: &str, value: String| {
             items.insert(item.to_owned(), value);
         };
@@ -84,13 +92,13 @@ impl Raw {
         let is_udp = self.protocol == libc::IPPROTO_UDP;
         for (item, value) in [
             // An accepted connection has the name of the socket that listens, until CRIU makes it anew.
-            (if is_unix && state == "connected" { "local-name" } else { "address" }, self.address),
+            (if is_unix && state == "connected" { "local-name" } else { "address" }, self.address.clone()),
             // CRIU makes a connection between UNIX sockets as a pair, and names it where it can.
-            (if is_unix { "peer-name" } else { "peer" }, self.peer),
+            (if is_unix { "peer-name" } else { "peer" }, self.peer.clone()),
             ("peer-user", peer_user),
             (if is_udp { "datagrams" } else { "readable" }, self.readable.map(|length| length.to_string())),
-            ("congestion", self.congestion),
-            ("device", self.device.filter(|device| !device.is_empty())),
+            ("congestion", self.congestion.clone()),
+            ("device", self.device.clone().filter(|device| !device.is_empty())),
         ] {
             if let Some(value) = value {
                 put(item, value);
@@ -99,9 +107,12 @@ impl Raw {
         let is_tcp = self.state.is_some();
         // An accepted connection has the hops of the first packet there, and nobody may set it (net/ipv4/tcp.c).
         let is_of_the_kernel = |option: &SocketOption| is_tcp && option.name.contains("_MULTICAST_");
-        for (option, value) in self.options {
+        let mut values = self.values.as_slice();
+        for (option, length) in &self.options {
+            let Some((value, rest)) = values.split_at_checked(*length) else { break };
+            values = rest;
             if !is_of_the_kernel(option) {
-                put(option.name, text(&value));
+                put(option.name, text(value));
             }
         }
     }
@@ -118,15 +129,14 @@ fn text(value: &[u8]) -> String {
     numbers.collect::<Vec<_>>().join(" ")
 }
 
-fn value(socket: &impl AsFd, option: &SocketOption) -> Option<Vec<u8>> {
-    let mut value = vec![0; option.shape.bytes()];
-    let length = sockopt::get(socket, option.level.number(), option.number, &mut value).ok()?;
-    value.truncate(length);
+/// Adds the value of an option. Returns how many bytes it has.
+fn value(socket: &impl AsFd, option: &SocketOption, values: &mut Vec<u8>) -> Option<usize> {
+    let mut value = [0; Shape::LONGEST];
+    let length = sockopt::get(socket, option.level.number(), option.number, value.get_mut(..option.shape.bytes())?);
     // Some have one byte, if one is asked for or not.
-    if length < 4 {
-        value.resize(4, 0);
-    }
-    Some(value)
+    let value = value.get(..length.ok()?.max(4))?;
+    values.extend_from_slice(value);
+    Some(value.len())
 }
 
 fn int(socket: &impl AsFd, level: i32, name: i32) -> Option<i32> {

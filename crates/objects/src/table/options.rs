@@ -46,6 +46,9 @@ pub enum Shape {
 }
 
 impl Shape {
+    /// Bytes of the longest.
+    pub const LONGEST: usize = 16;
+
     /// The length.
     #[must_use]
     pub fn bytes(self) -> usize {
