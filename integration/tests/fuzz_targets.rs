@@ -33,6 +33,7 @@ targets! {
     job_api "../../fuzz/fuzz_targets/job_api.rs",
     manifest "../../fuzz/fuzz_targets/manifest.rs",
     map "../../fuzz/fuzz_targets/map.rs",
+    objects "../../fuzz/fuzz_targets/objects.rs",
     pack "../../fuzz/fuzz_targets/pack.rs"
 }
 
