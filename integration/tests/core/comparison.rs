@@ -103,3 +103,30 @@ fn an_image_without_a_record_is_restored_unless_one_is_required() {
         }
     }
 }
+
+/// Something changes the job while it stands still for an image.
+#[test]
+fn a_snapshot_that_changes_the_job_is_told() {
+    let Some(lab) = Lab::new() else { return };
+    let (flag, real) = (lab.file("meddle"), criu());
+    // In the job's PID namespace, as CRIU.
+    let meddle = format!(
+        "n=0; while kill -0 $1; do n=$((n + 1)); prlimit --pid \"$(cat {flag})\" --core=$n:; done",
+        flag = flag.display()
+    );
+    let script = format!(
+        "#!/bin/sh\n[ ! -e {flag} ] || setsid -f sh -c '{meddle}' meddle $$ >/dev/null 2>&1 </dev/null\nexec {real} \"$@\"\n",
+        flag = flag.display(),
+        real = real.display(),
+    );
+    lab.script("meddler", &script);
+    let lab = lab.set_file("criu.path", "meddler");
+    let mut run = started(&lab);
+    assert!(!lab.log().contains("has changed the running job"), "{}", lab.log());
+    let job = rekindle_os::process::inner_pid(run.job_pid(&lab)).unwrap();
+    std::fs::write(&flag, job.to_string()).unwrap();
+    run.snapshot(&lab);
+    run.wait_said(&format!("the snapshot has changed the running job (limits): process {job}"));
+    std::fs::remove_file(&flag).unwrap();
+    finish(&lab, run);
+}

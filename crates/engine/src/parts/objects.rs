@@ -1,7 +1,7 @@
 //! What the kernel has of the job's tasks ([`rekindle_objects`]): recorded at the dump, compared in a restore before any
 //! task runs.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Write};
 use std::path::Path;
 
@@ -19,36 +19,75 @@ use rekindle_store::Manifest;
 #[serde(rename_all = "kebab-case")]
 pub enum Compare {
     /// A difference that the job would notice fails the restore. An image without a record is restored.
+    #[default]
     On,
     /// An image without a record is not restored either.
     Required,
     /// Differences are only told.
-    #[default]
     Tell,
 }
 
-/// Reads what the kernel has, while all tasks are stopped for the dump.
-pub(crate) fn read(root: i32) -> Raw {
-    Raw::read(&process::tree(root))
+/// What the kernel had of the tasks while they stood still for a dump.
+pub(crate) struct Photographed {
+    before: Raw,
+    /// What they have when CRIU is done with them, and none has run.
+    after: Option<Raw>,
 }
 
-/// Writes the record into the folder of the image. Returns the kinds of objects in it.
-pub(crate) fn write(raw: Raw, criu: &str, left_out: &LeftOut, image: &Beneath) -> io::Result<BTreeSet<String>> {
-    let mut record = raw.record(criu);
-    for process in &mut record.processes {
-        for descriptor in &mut process.descriptors {
-            if left_out.descriptors.contains(&(process.pid, descriptor.number)) {
-                descriptor.leave_out();
+impl Photographed {
+    /// Reads it, before CRIU changes or reads anything.
+    pub(crate) fn read(root: i32) -> Photographed {
+        Photographed { before: Raw::read(&process::tree(root)), after: None }
+    }
+
+    /// Reads it again, before the tasks run on.
+    pub(crate) fn read_again(&mut self, root: i32) {
+        self.after = Some(Raw::read(&process::tree(root)));
+    }
+
+    /// Writes the record into the folder of the image, and tells what the dump has changed. Returns the kinds of objects.
+    pub(crate) fn write(self, criu: &str, left_out: &LeftOut, image: &Beneath) -> io::Result<BTreeSet<String>> {
+        let mut record = self.before.record(criu);
+        if let Some(after) = self.after {
+            tell_changed(&changed(&record, &after.record(criu)));
+        }
+        for process in &mut record.processes {
+            for descriptor in &mut process.descriptors {
+                if left_out.descriptors.contains(&(process.pid, descriptor.number)) {
+                    descriptor.leave_out();
+                }
+            }
+            for (_, start, end) in left_out.memory.iter().filter(|(pid, ..)| *pid == process.pid) {
+                let within = |mapping: &&mut Mapping| mapping.start < *end && *start < mapping.end;
+                process.mappings.iter_mut().filter(within).for_each(Mapping::leave_out);
             }
         }
-        for (_, start, end) in left_out.memory.iter().filter(|(pid, ..)| *pid == process.pid) {
-            let within = |mapping: &&mut Mapping| mapping.start < *end && *start < mapping.end;
-            process.mappings.iter_mut().filter(within).for_each(Mapping::leave_out);
-        }
+        let bytes = record.to_bytes().map_err(io::Error::other)?;
+        image.join(FILE_NAME).create_new(0o600)?.write_all(&bytes)?;
+        Ok(record.kinds())
     }
-    let bytes = record.to_bytes().map_err(io::Error::other)?;
-    image.join(FILE_NAME).create_new(0o600)?.write_all(&bytes)?;
-    Ok(record.kinds())
+}
+
+/// What a dump has changed. None of it may.
+fn changed(before: &Record, after: &Record) -> Vec<Difference> {
+    let mut found = compare(before, after);
+    found.retain(|difference| match difference.row.item {
+        // Files that have no name are given one for the image.
+        "path" | "deleted" => false,
+        // SK_FORCE_REUSE, as long as CRIU holds the connection in repair mode (tcp(7)).
+        "SO_REUSEADDR" => difference.now.as_deref() != Some("2"),
+        _ => true,
+    });
+    found
+}
+
+fn tell_changed(found: &[Difference]) {
+    for difference in found {
+        tracing::warn!(
+            "the snapshot has changed the running job ({}): {difference}. Its image has what was before",
+            difference.row.item
+        );
+    }
 }
 
 /// Why a restored job does not run.
@@ -116,12 +155,19 @@ impl Recorded {
         Ok(Recorded { record: None, compare })
     }
 
-    /// Compares the tasks of the tree below `root` before any of them runs, and puts back what can be.
+    /// Compares the tasks of the tree below `root` before any of them runs, and puts back what can be. Returns what differs
+    /// and lets the job run: a line for each item.
     ///
     /// # Errors
     /// When the job would notice a difference.
-    pub(crate) fn check(&self, root: i32, manifest: &Manifest, criu: &str, rights: Rights) -> Result<(), Error> {
-        let Some(record) = &self.record else { return Ok(()) };
+    pub(crate) fn check(
+        &self,
+        root: i32,
+        manifest: &Manifest,
+        criu: &str,
+        rights: Rights,
+    ) -> Result<Vec<String>, Error> {
+        let Some(record) = &self.record else { return Ok(Vec::new()) };
         let tree = process::tree(root);
         let mut now = Raw::read(&tree).record(criu);
         let mut found = differences(record, &now, manifest);
@@ -134,10 +180,9 @@ impl Recorded {
             .into_iter()
             .partition(|difference| difference.row.means == Means::Refused && self.compare != Compare::Tell);
         if refused.is_empty() {
-            tell(&told, false);
-            return Ok(());
+            return Ok(lines(&told));
         }
-        tell(&refused, true);
+        lines(&refused).iter().for_each(|line| tracing::debug!("{line}"));
         let versions = |record: &Record| format!("kernel {} and CRIU {}", record.kernel, record.criu);
         let (then, now) = (versions(record), versions(&now));
         Err(Error::Differs { differences: refused, upgraded: (then != now).then_some((then, now)) })
@@ -165,21 +210,15 @@ fn differences(record: &Record, now: &Record, manifest: &Manifest) -> Vec<Differ
     found
 }
 
-/// One line for each item. `fails` tells whether the restore fails: then its error names what it fails for.
-fn tell(told: &[Difference], fails: bool) {
-    let mut items: Vec<&'static str> = told.iter().map(|difference| difference.row.item).collect();
-    items.sort_unstable();
-    items.dedup();
-    for item in items {
-        let of_item: Vec<&Difference> = told.iter().filter(|difference| difference.row.item == item).collect();
-        let Some(first) = of_item.first() else { continue };
-        let more = if of_item.len() == 1 { String::new() } else { format!(" (and {} more)", of_item.len() - 1) };
-        match first.row.how {
-            How::Never => tracing::debug!("not as before the restore ({item}): {first}{more}"),
-            _ if first.row.means == Means::Refused && fails => {
-                tracing::debug!("not as before the restore ({item}): {first}{more}")
-            }
-            _ => tracing::warn!("not as before the restore ({item}): {first}{more}"),
-        }
+/// One line for each item, without those that never are the same.
+fn lines(told: &[Difference]) -> Vec<String> {
+    let mut items: BTreeMap<&str, Vec<&Difference>> = BTreeMap::new();
+    for difference in told.iter().filter(|difference| difference.row.how != How::Never) {
+        items.entry(difference.row.item).or_default().push(difference);
     }
+    let line = |(item, all): (&str, Vec<&Difference>)| {
+        let more = if all.len() == 1 { String::new() } else { format!(" (and {} more)", all.len() - 1) };
+        Some(format!("not as before the restore ({item}): {}{more}", all.first()?))
+    };
+    items.into_iter().filter_map(line).collect()
 }

@@ -20,11 +20,11 @@ use crate::parts::gpu::capture as gpu;
 use crate::parts::tcp::waiting::{self, Unaccepted};
 use crate::parts::terminals::{Emptied, Unsaved};
 use crate::parts::{
-    access, affinity, cpu_time, datagrams, fds::InFlight, groups, objects, posix_timers, scheduling, tcp, timers,
+    access, affinity, cpu_time, datagrams, fds::InFlight, groups, objects::Photographed, posix_timers, scheduling, tcp,
+    timers,
 };
 use rekindle_base::chain;
 use rekindle_criu as criu;
-use rekindle_objects::Raw;
 use rekindle_os::beneath::Beneath;
 use rekindle_os::exits::Watched;
 use rekindle_os::{process, ptrace, ulp};
@@ -54,7 +54,7 @@ pub(super) struct Moment {
     /// The processes that somebody else had stopped, as they see themselves.
     pub(super) stopped: Vec<i32>,
     /// What the kernel had of the tasks.
-    pub(super) objects: Option<(Raw, LeftOut)>,
+    pub(super) objects: Option<(Photographed, LeftOut)>,
     /// What could not be done, in words; none of it makes the image unusable.
     pub(super) notes: Vec<String>,
     /// The processes below the root. One that dies once they run is in the image, and its death must be noticed.
@@ -96,7 +96,7 @@ pub(super) enum Wrong {
 #[derive(Default)]
 pub(super) struct Before {
     /// What the kernel has of them.
-    pub(super) objects: Option<Raw>,
+    pub(super) objects: Option<Photographed>,
     /// The terminals of the job, until CRIU has looked at them.
     pub(super) terminals: Emptied,
 }
@@ -130,7 +130,7 @@ impl Still<'_, '_> {
 
     /// Before CRIU changes or reads anything: what is in the image is what the tasks have now, or came since.
     pub(super) fn read_objects(&mut self) {
-        self.before.objects = Some(objects::read(self.env.root()));
+        self.before.objects = Some(Photographed::read(self.env.root()));
     }
 
     /// CRIU would put what is in them through the line discipline.
@@ -199,6 +199,11 @@ impl Still<'_, '_> {
             )),
         }
         record::record_sizes_again(&mut open_files, output);
+        match &mut self.before.objects {
+            Some(had) => had.read_again(self.env.root()),
+            // A CRIU that does not say when all tasks stand still.
+            none => *none = Some(Photographed::read(self.env.root())),
+        }
         self.moment = Some(Moment {
             taken,
             open_files,

@@ -22,7 +22,7 @@ use crate::launch::plugin;
 use crate::parts::devices::Devices;
 use crate::parts::files::{nameless, record};
 use crate::parts::kept::capture::{self as kept, Copy};
-use crate::parts::{landing, objects};
+use crate::parts::landing;
 use crate::steps::{self, Failed, Step, Timer};
 use rekindle_criu::{self as criu, DumpOptions, Hooks, Notify, Place, Plugin};
 use rekindle_cuda::copier;
@@ -376,8 +376,7 @@ impl Frozen<'_> {
         if let Some((had, left_out)) = self.dumped.moment.objects.take() {
             let what = "write the record of what the job had".to_owned();
             let version = self.env.subject.criu.version.to_string();
-            self.kinds =
-                objects::write(had, &version, &left_out, image).map_err(|source| Error::Io { what, source })?;
+            self.kinds = had.write(&version, &left_out, image).map_err(|source| Error::Io { what, source })?;
         }
         self.seen.contents.complete(image).map_err(copied)?;
         let criu = image.join(CRIU_DIR);
