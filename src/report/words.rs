@@ -95,9 +95,10 @@ pub(crate) fn event(what: &What) -> (String, String) {
         What::Supervised { supervisor, interval, .. } => {
             format!("a supervisor started, pid {supervisor}, interval {interval}")
         }
-        What::Started { image, took_us, moved, .. } => {
+        What::Started { image, took_us, moved, differences, .. } => {
             let gpus = moved.iter().map(|m| format!(", on {} instead of {}", m.new, m.old)).collect::<String>();
-            format!("the job is running from {}, after {}{gpus}", from(image), time(*took_us))
+            let differs: String = differences.iter().map(|line| format!("; {line}")).collect();
+            format!("the job is running from {}, after {}{gpus}{differs}", from(image), time(*took_us))
         }
         What::SnapshotTaken { image, freeze_us, bytes, .. } => {
             format!("image {image}, {}, the job was frozen for {}", size(*bytes), time(*freeze_us))

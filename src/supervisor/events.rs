@@ -39,14 +39,15 @@ impl Owner<'_> {
         self.watch_begin();
     }
 
-    pub(super) fn tell_start(&mut self, job: &Job, moved: Vec<Moved>) {
+    pub(super) fn tell_start(&mut self, job: &Job, moved: Vec<Moved>, differences: Vec<String>) {
         self.watch_life(job);
         // Determined before the machine gets the event.
         let image = match self.machine.state() {
             State::Starting { from, .. } => image_of(*from),
             _ => None,
         };
-        self.tell(What::Started { pid: job.main_pid(), image, took_us: micros(self.life.started().elapsed()), moved });
+        let took_us = micros(self.life.started().elapsed());
+        self.tell(What::Started { pid: job.main_pid(), image, took_us, moved, differences });
     }
 
     pub(super) fn tell_snapshot(&mut self, taken: &Taken) {

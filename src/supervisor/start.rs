@@ -43,6 +43,8 @@ pub(super) struct StartedJob {
     details: Vec<String>,
     notes: Vec<String>,
     moved: Vec<Moved>,
+    /// What is not as it was before a restore.
+    differences: Vec<String>,
 }
 
 pub(super) enum StartFailure {
@@ -132,7 +134,7 @@ impl Owner<'_> {
         }
         // Only now: rotation keeps the image because it is the first one to be proven, and the base of the line.
         self.transfers.arrived();
-        self.tell_start(&job, started.moved);
+        self.tell_start(&job, started.moved, started.differences);
         for signal in self.life.take_unsent() {
             self.signal(signal);
         }
@@ -370,7 +372,8 @@ fn launch_job(setup: &Setup, network: Network<'_>) -> Result<StartedJob, StartFa
         Ok(root) => {
             let job = Job::new(world, root);
             job.wait_for_main();
-            Ok(StartedJob { job, open: Vec::new(), details: Vec::new(), notes: Vec::new(), moved: Vec::new() })
+            let (open, details, notes, moved, differences) = Default::default();
+            Ok(StartedJob { job, open, details, notes, moved, differences })
         }
         Err(error) => {
             world.end(None);
@@ -457,7 +460,12 @@ fn restore_job(
                     the job starts from now on will use it"
                 )
             }));
-            Ok(StartedJob { job: restored.job, open: restored.open, details, notes, moved })
+            // Logged once, not at every restart.
+            let differences = restored.differences;
+            for line in differences.iter().filter(|line| said.is_new((*line).clone())) {
+                tracing::warn!("{line}");
+            }
+            Ok(StartedJob { job: restored.job, open: restored.open, details, notes, moved, differences })
         }
         Err(error) => Err(StartFailure::Restore(Box::new(image), Box::new(error))),
     }

@@ -102,6 +102,9 @@ pub enum What {
         /// GPUs that were replaced, each with its replacement.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         moved: Vec<Moved>,
+        /// What a restored job has not as it was, a line for each item.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        differences: Vec<String>,
     },
     /// The job is about to be frozen.
     SnapshotBegan {

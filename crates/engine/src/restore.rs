@@ -25,7 +25,7 @@ use crate::parts::gpu::{placement, put_back as gpu};
 use crate::parts::landing;
 use crate::steps::Timer;
 use compat::{Difference, Here};
-use phases::{Gpus, Timings};
+use phases::{Gpus, Revived, Timings};
 use rekindle_base::Moved;
 use rekindle_criu::Criu;
 use rekindle_cuda::copier::Copier;
@@ -156,6 +156,8 @@ pub struct Restored {
     pub job: Job,
     /// Its processes below the root, opened before they ran.
     pub open: Vec<Watched>,
+    /// What is not as it was, a line for each item.
+    pub differences: Vec<String>,
     /// Files that were put back to their size or content at the snapshot.
     pub put_back: Vec<FileRollback>,
     /// GPUs that were replaced, each with its replacement.
@@ -212,7 +214,8 @@ pub fn restore(
         (Gpus::Back, None) | (Gpus::Gone, _) => Vec::new(),
     };
     let visible = if moved.is_empty() { None } else { gpu::visible_devices(&revived.job, manifest) };
-    Ok(Restored { job: revived.job, open: revived.open, put_back, moved, visible, timings: timings.0 })
+    let Revived { job, open, differences, .. } = revived;
+    Ok(Restored { job, open, differences, put_back, moved, visible, timings: timings.0 })
 }
 
 /// Checks that the image asks only for what belongs to its job. Changes nothing.

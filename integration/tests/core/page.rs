@@ -39,7 +39,10 @@ fn page() -> String {
         last_seen: None,
     };
     tell(0, supervised(&long));
-    tell(5, What::Started { pid: Some(1), image: None, took_us: 5_000_000, moved: Vec::new() });
+    tell(
+        5,
+        What::Started { pid: Some(1), image: None, took_us: 5_000_000, moved: Vec::new(), differences: Vec::new() },
+    );
     let mut images = Vec::new();
     for n in 1..=2000_u32 {
         let id = ImageId::new(n, DateTime::UNIX_EPOCH + TimeDelta::days(20_000));
@@ -54,11 +57,29 @@ fn page() -> String {
             100 => {
                 tell(300, What::Ended { exit_code: Some(1), signal: None, cause: None });
                 tell(0, What::Restarting { image: Some(id), after_us: 1 });
-                tell(9, What::Started { pid: None, image: Some(id), took_us: 8_000_000, moved: Vec::new() });
+                tell(
+                    9,
+                    What::Started {
+                        pid: None,
+                        image: Some(id),
+                        took_us: 8_000_000,
+                        moved: Vec::new(),
+                        differences: Vec::new(),
+                    },
+                );
             }
             150 => {
                 tell(5000, supervised(&long));
-                tell(9, What::Started { pid: None, image: Some(id), took_us: 8_000_000, moved: Vec::new() });
+                tell(
+                    9,
+                    What::Started {
+                        pid: None,
+                        image: Some(id),
+                        took_us: 8_000_000,
+                        moved: Vec::new(),
+                        differences: Vec::new(),
+                    },
+                );
             }
             _ => {}
         }

@@ -26,7 +26,16 @@ fn supervised(ms: i64) -> Event {
 }
 
 fn started(ms: i64, from: Option<u32>) -> Event {
-    event(ms, What::Started { pid: None, image: from.map(image), took_us: 1_000_000, moved: Vec::new() })
+    event(
+        ms,
+        What::Started {
+            pid: None,
+            image: from.map(image),
+            took_us: 1_000_000,
+            moved: Vec::new(),
+            differences: Vec::new(),
+        },
+    )
 }
 
 /// A snapshot that froze the job for a second.
@@ -242,6 +251,9 @@ fn lines_that_are_missing_do_no_harm() {
     // An image from before the beginning of the journal: its name contains the time.
     let early = ImageId::new(7, moment(5));
     let mut events = vec![supervised(0), started(1_000, None), ended(11_000), restarting(11_000, None)];
-    events.push(event(12_000, What::Started { pid: None, image: Some(early), took_us: 0, moved: Vec::new() }));
+    events.push(event(
+        12_000,
+        What::Started { pid: None, image: Some(early), took_us: 0, moved: Vec::new(), differences: Vec::new() },
+    ));
     assert_eq!(seconds(&events), [4, 0, 6, 2, 0, 0]);
 }

@@ -22,7 +22,10 @@ fn journal(snapshots: u32) -> Vec<Event> {
     };
     let command = vec!["python".into(), "<script>alert(1)</script>".into(), "a\u{1b}[31m\"'&".into()];
     tell(0, What::Supervised { supervisor: 1, command, interval: "10m".into(), before: None, last_seen: None });
-    tell(2, What::Started { pid: Some(1), image: None, took_us: 1_900_000, moved: Vec::new() });
+    tell(
+        2,
+        What::Started { pid: Some(1), image: None, took_us: 1_900_000, moved: Vec::new(), differences: Vec::new() },
+    );
     for n in 1..=snapshots {
         let image = ImageId::new(n, at(i64::from(n) * 600));
         tell(595, What::SnapshotBegan { reason: Reason::Interval });
@@ -43,7 +46,16 @@ fn journal(snapshots: u32) -> Vec<Event> {
         if n % 100 == 0 {
             tell(100, What::Ended { exit_code: Some(1), signal: None, cause: None });
             tell(0, What::Restarting { image: Some(image), after_us: 1_000_000 });
-            tell(3, What::Started { pid: Some(1), image: Some(image), took_us: 2_000_000, moved: Vec::new() });
+            tell(
+                3,
+                What::Started {
+                    pid: Some(1),
+                    image: Some(image),
+                    took_us: 2_000_000,
+                    moved: Vec::new(),
+                    differences: Vec::new(),
+                },
+            );
         }
     }
     events
@@ -124,7 +136,13 @@ fn work_that_a_rewind_lost_is_told_apart() {
         time: after(&events, 0),
         ..Event::now("run", What::Ended { exit_code: None, signal: Some(9), cause })
     });
-    let started = What::Started { pid: Some(1), image: Some(image), took_us: 1_000_000, moved: Vec::new() };
+    let started = What::Started {
+        pid: Some(1),
+        image: Some(image),
+        took_us: 1_000_000,
+        moved: Vec::new(),
+        differences: Vec::new(),
+    };
     events.push(Event { time: after(&events, 1), ..Event::now("other", started) });
     let shown = page(&Report::new(&events, facts(), after(&events, 10)));
     assert!(shown.contains("by going back on request"), "{shown}");

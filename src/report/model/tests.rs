@@ -25,13 +25,16 @@ fn events() -> Vec<Event> {
                 last_seen: None,
             },
         ),
-        event(4, What::Started { pid: None, image: None, took_us: 4_000_000, moved: Vec::new() }),
+        event(
+            4,
+            What::Started { pid: None, image: None, took_us: 4_000_000, moved: Vec::new(), differences: Vec::new() },
+        ),
         taken(605, 1),
         taken(1207, 2),
         taken(1810, 3),
         event(1900, What::Ended { exit_code: Some(1), signal: None, cause: None }),
         event(1900, What::Restarting { image, after_us: 0 }),
-        event(1906, What::Started { pid: None, image, took_us: 1, moved: Vec::new() }),
+        event(1906, What::Started { pid: None, image, took_us: 1, moved: Vec::new(), differences: Vec::new() }),
         event(2106, What::Ended { exit_code: Some(0), signal: None, cause: None }),
         event(2106, What::Finished { outcome: "completed".into(), exit_code: Some(0), why: None }),
     ]

@@ -31,7 +31,7 @@ fn events_become_numbers() {
     };
     let ended = |cause| What::Ended { exit_code: None, signal: Some(9), cause: Some(cause) };
     for what in [
-        What::Started { pid: Some(7), image: None, took_us: 1, moved: Vec::new() },
+        What::Started { pid: Some(7), image: None, took_us: 1, moved: Vec::new(), differences: Vec::new() },
         taken(1, &["lock", "dump"]),
         What::SnapshotFailed { why: "no room".into(), job_lost: false },
         taken(2, &["dump"]),
@@ -134,7 +134,16 @@ fn journal(steps: Vec<(u64, Step)>) -> Vec<(u64, What)> {
             }
             Step::Starts { from } if !up => {
                 (up, suspended) = (true, false);
-                events.push((at, What::Started { pid: None, image: image(from), took_us: 1, moved: Vec::new() }));
+                events.push((
+                    at,
+                    What::Started {
+                        pid: None,
+                        image: image(from),
+                        took_us: 1,
+                        moved: Vec::new(),
+                        differences: Vec::new(),
+                    },
+                ));
             }
             Step::Suspended if suspended => events.push((at, What::Suspended { image: image(1) })),
             Step::Finishes if !up => {

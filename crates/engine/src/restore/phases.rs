@@ -91,6 +91,8 @@ pub(super) struct Revived {
     pub(super) job: Job,
     /// Its processes below the root, opened before they ran.
     pub(super) open: Vec<Watched>,
+    /// What is not as it was.
+    pub(super) differences: Vec<String>,
     pub(super) gpus: Gpus,
 }
 
@@ -105,6 +107,7 @@ struct Restore<'a> {
     began: Duration,
     made: Made,
     open: Vec<Watched>,
+    differences: Vec<String>,
     gpus: Gpus,
     /// GPU memory that is being filled.
     ahead: Option<Ahead<'a>>,
@@ -122,9 +125,21 @@ pub(super) fn revive(
 ) -> Result<Revived, Error> {
     let lost_locks = criu::image::lost_locks(&request.image.dir.join(CRIU_DIR)).map_err(criu::RunError::Image)?;
     let (made, gpus, stopped) = (Made::Nothing, Gpus::Back, gpu::Stopped::default());
-    let (ahead, open, began) = (None, Vec::new(), since_boot());
-    let mut restore =
-        Restore { request, manifest, relocation, lost_locks, cancelled, began, made, open, gpus, ahead, stopped };
+    let (ahead, open, differences, began) = (None, Vec::new(), Vec::new(), since_boot());
+    let mut restore = Restore {
+        request,
+        manifest,
+        relocation,
+        lost_locks,
+        cancelled,
+        began,
+        made,
+        open,
+        differences,
+        gpus,
+        ahead,
+        stopped,
+    };
     // CRIU and the driver look at `cancelled` while they work.
     match steps::run(&steps(), &mut restore, timings, &|| Ok(())) {
         Ok(()) => restore.revived(),
@@ -185,8 +200,8 @@ impl Restore<'_> {
         (self.request.prepare.0)(world);
         let taken = matches!(world, World::Host);
         match run_criu(self.request, self.manifest, world, &self.lost_locks, Until::ItRuns, self.cancelled) {
-            Ok(Some((root, open))) => {
-                self.open = open;
+            Ok(Some(Runs { root, open, differences })) => {
+                (self.open, self.differences) = (open, differences);
                 match std::mem::replace(&mut self.made, Made::Nothing) {
                     Made::World(world) => {
                         self.made = Made::Job(Job::restored(world, root, self.manifest.tree.job));
@@ -290,7 +305,7 @@ impl Restore<'_> {
         let lost = self.lost();
         let Made::Job(job) = self.made else { return Err(lost) };
         cpu_time::tell(self.manifest.cpu_time);
-        Ok(Revived { job, open: self.open, gpus: self.gpus })
+        Ok(Revived { job, open: self.open, differences: self.differences, gpus: self.gpus })
     }
 
     /// The error of a restore that failed and was undone.
@@ -323,7 +338,16 @@ pub(super) enum Until {
     ItWouldRun,
 }
 
-/// Runs CRIU. Returns the root of the restored tree, if it runs, and the processes below it, opened before they ran.
+/// A restored tree that runs.
+pub(super) struct Runs {
+    root: Child,
+    /// The processes below it, opened before they ran.
+    open: Vec<Watched>,
+    /// What is not as it was.
+    differences: Vec<String>,
+}
+
+/// Runs CRIU. Returns the restored tree, if it runs.
 pub(super) fn run_criu(
     request: &Request<'_>,
     manifest: &Manifest,
@@ -331,7 +355,7 @@ pub(super) fn run_criu(
     lost_locks: &LostLocks,
     until: Until,
     cancelled: &dyn Fn() -> bool,
-) -> Result<Option<(Child, Vec<Watched>)>, Error> {
+) -> Result<Option<Runs>, Error> {
     let images = request.image.dir.join(CRIU_DIR);
     let (opened, work) = (opened(request.folder, &images)?, request.own.work.criu());
     let place = Place {
@@ -361,7 +385,8 @@ pub(super) fn run_criu(
     access::check_securebits(&securebits, request.identity)
         .map_err(|why| Error::Refused { id: request.image.id, why })?;
     let recorded = Recorded::of(&request.image.dir, request.checks.compare)?;
-    let (mut refused, mut differs, mut rehearsed, mut open) = (None, None, false, Vec::new());
+    let (mut refused, mut differs, mut rehearsed) = (None, None, false);
+    let (mut open, mut differences) = (Vec::new(), Vec::new());
     let mut before_it_runs = |moment| {
         // At the first moment all processes exist and still have our rights, so the user cannot reach them or what they
         // have (CRIU changes the rights after this, `CR_STATE_RESTORE_CREDS`).
@@ -401,14 +426,18 @@ pub(super) fn run_criu(
         terminals::put_back(root, &request.image.dir);
         // Last: what is put back above is compared, too.
         let rights = if request.identity.is_some() { Rights::Users } else { Rights::Ours };
-        if let Err(error) = recorded.check(root, manifest, &request.criu.version.to_string(), rights) {
-            let why = error.to_string();
-            differs = Some(error);
-            return Err(why);
+        match recorded.check(root, manifest, &request.criu.version.to_string(), rights) {
+            Ok(told) => differences = told,
+            Err(error) => {
+                let why = error.to_string();
+                differs = Some(error);
+                return Err(why);
+            }
         }
         // All tasks are complete here, in a rehearsal, too.
         if until == Until::ItWouldRun {
             rehearsed = true;
+            differences.iter().for_each(|line| tracing::warn!("{line}"));
             return Err("this was a rehearsal".into());
         }
         open = Watched::below(root);
@@ -442,7 +471,7 @@ pub(super) fn run_criu(
     // CRIU removes them when it could use them; after a failure they would remain beside the user's files.
     files::drop_links(manifest, request.identity);
     match (restored, refused, differs) {
-        (Ok(restored), _, _) => Ok(Some((restored.root, open))),
+        (Ok(restored), _, _) => Ok(Some(Runs { root: restored.root, open, differences })),
         (Err(_), None, None) if rehearsed => Ok(None),
         (Err(_), Some(why), _) => Err(Error::Refused { id: request.image.id, why }),
         (Err(_), None, Some(why)) => Err(why.into()),

@@ -97,6 +97,7 @@ fn play(
         began: since_boot(),
         made: Made::Nothing,
         open: Vec::new(),
+        differences: Vec::new(),
         gpus: Gpus::Back,
         ahead: None,
         stopped: gpu::Stopped::default(),
