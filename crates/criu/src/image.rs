@@ -7,6 +7,7 @@ mod cores;
 mod datagrams;
 mod descriptors;
 mod devices;
+mod eventfds;
 mod links;
 mod locks;
 mod mappings;
@@ -35,6 +36,8 @@ pub use cores::{forget_policies, securebits, stopped};
 pub use datagrams::{DatagramSocket, datagram_sockets};
 pub use descriptors::{UnixListener, descriptors, timers, unix_listeners};
 pub use devices::{Replaced, without_devices};
+pub use eventfds::{EventfdPlace, describe_eventfds, eventfds};
+pub(crate) use eventfds::{Made, made_eventfds};
 pub use links::{Holder, LinkRemap, link_remaps, rename_link_remaps};
 pub use locks::{LostLock, LostLocks, lost_locks};
 pub use mappings::{correct_access, locked, scarce, written_by_mappings};
@@ -86,6 +89,13 @@ pub enum Error {
     Write {
         /// The file.
         path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// An eventfd that the image describes cannot be made.
+    #[error("cannot make an eventfd of the image")]
+    Eventfd {
         /// The kernel's answer.
         #[source]
         source: io::Error,

@@ -314,6 +314,34 @@ pub(crate) struct NullFileEntry {
     pub name: Vec<u8>,
 }
 
+/// `file_entry` of an eventfd, and of the file in whose place a restore gets one that we make.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct EventfdFileEntry {
+    /// `fd_types`.
+    #[prost(uint32, required, tag = "1")]
+    pub kind: u32,
+    #[prost(uint32, required, tag = "2")]
+    pub id: u32,
+    #[prost(message, optional, tag = "3")]
+    pub reg: Option<NullFileEntry>,
+    #[prost(message, optional, tag = "8")]
+    pub eventfd: Option<EventfdEntry>,
+}
+
+/// `eventfd_file_entry`.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct EventfdEntry {
+    #[prost(uint32, required, tag = "1")]
+    pub id: u32,
+    #[prost(uint32, required, tag = "2")]
+    pub flags: u32,
+    /// `fown_entry`, unchanged.
+    #[prost(bytes = "vec", required, tag = "3")]
+    pub owner: Vec<u8>,
+    #[prost(uint64, required, tag = "4")]
+    pub count: u64,
+}
+
 /// `timerfd_entry`.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct TimerfdEntry {

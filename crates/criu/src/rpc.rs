@@ -308,7 +308,7 @@ pub fn dump(place: &Place<'_>, options: DumpOptions<'_>, hooks: &mut Hooks<'_>) 
         timeout: Some(seconds.max(1)),
         ..common(place, options.tcp)
     };
-    let mut run = Run::start(place, Orphan::Dies, &[], options.plugin)?;
+    let mut run = Run::start(place, Orphan::Dies, Given::default(), options.plugin)?;
     let outcome = run.converse(Kind::Dump, wanted, place.timeout, hooks);
     run.end(outcome, place.timeout).map(|(_, log)| log)
 }
@@ -334,9 +334,12 @@ const FIRST_FILE: i32 = 5;
 pub fn restore(place: &Place<'_>, options: RestoreOptions<'_>, hooks: &mut Hooks<'_>) -> Result<Restored, RunError> {
     let RestoreOptions { tcp, instead, plugin } = options;
     let read = |source| image::Error::Read { path: place.images.into(), source };
-    image::check_pages(&Beneath::root(place.images, Owners::Any).map_err(read)?)?;
+    let images = Beneath::root(place.images, Owners::Any).map_err(read)?;
+    image::check_pages(&images)?;
+    let made = image::made_eventfds(&images)?;
     let key = |file: &Instead| file.then.strip_prefix("/").unwrap_or(&file.then).as_os_str().as_bytes().to_vec();
-    let inherit_fd = (FIRST_FILE..).zip(instead).map(|(fd, file)| InheritFd { key: key(file), fd }).collect();
+    let keys = instead.iter().map(key).chain(made.iter().map(|made| made.key.clone()));
+    let inherit_fd = (FIRST_FILE..).zip(keys).map(|(fd, key)| InheritFd { key, fd }).collect();
     let wanted = Options {
         rst_sibling: Some(true),
         inherit_fd,
@@ -345,7 +348,7 @@ pub fn restore(place: &Place<'_>, options: RestoreOptions<'_>, hooks: &mut Hooks
         skip_file_rwx_check: Some(true),
         ..common(place, tcp)
     };
-    let mut run = Run::start(place, Orphan::CleansUp, instead, plugin)?;
+    let mut run = Run::start(place, Orphan::CleansUp, Given { files: instead, made }, plugin)?;
     // Dropped before `run`: the tasks continue when CRIU is gone.
     let _abandon = AbandonOnPanic(hooks.abandon);
     let restricted = plugin.and_then(|plugin| plugin.files);
@@ -399,6 +402,13 @@ enum Orphan {
     CleansUp,
 }
 
+/// Files of the job that CRIU does not open: its first descriptors, in this order.
+#[derive(Default)]
+struct Given<'a> {
+    files: &'a [Instead],
+    made: Vec<image::Made>,
+}
+
 struct Run<'a> {
     criu: &'a Path,
     /// Before the socket, which is closed after it.
@@ -413,7 +423,7 @@ impl<'a> Run<'a> {
     fn start(
         place: &Place<'a>,
         orphan: Orphan,
-        files: &[Instead],
+        given: Given<'_>,
         plugin: Option<Plugin<'_>>,
     ) -> Result<Run<'a>, RunError> {
         let talk = |what| move |e: nix::Error| RunError::Talk { what, source: e.into() };
@@ -451,7 +461,11 @@ impl<'a> Run<'a> {
                 if let Some(opened) = opened {
                     spawn = spawn.fd(opened, IMAGES);
                 }
-                for (fd, file) in (FIRST_FILE..).zip(files) {
+                let made = (FIRST_FILE..).skip(given.files.len()).zip(given.made);
+                for (fd, made) in made {
+                    spawn = spawn.fd(made.eventfd, fd);
+                }
+                for (fd, file) in (FIRST_FILE..).zip(given.files) {
                     let flags = libc::O_WRONLY | libc::O_APPEND;
                     spawn = spawn.open(Open { fd, path: spawn::c_string(&file.now)?, flags, expect: Some(file.is) });
                 }

@@ -16,6 +16,7 @@
 //! | [`devices`] | NVIDIA's devices in processes without CUDA | left out of the image |
 //! | `datagrams` | the senders of datagrams that wait in UNIX sockets | the datagrams are sent again by these |
 //! | `fds` | descriptors in flight between processes | by CRIU; the snapshot waits for those that CRIU cannot restore |
+//! | `eventfds` | eventfds, by CRIU; semaphores and large counts are described in the image | by CRIU, and what is described is made for it |
 //! | `events` | nothing: the snapshot waits until events of inotify and fanotify are read | watches by CRIU |
 //! | `terminals` | what waits in pseudo-terminals, which are empty while CRIU works | written into them again, in the running job, too |
 //! | `locks` | file locks, by CRIU | those that CRIU loses |
@@ -29,6 +30,7 @@ pub(crate) mod backlog;
 pub(crate) mod cpu_time;
 pub(crate) mod datagrams;
 pub mod devices;
+pub(crate) mod eventfds;
 pub(crate) mod events;
 pub(crate) mod fds;
 pub(crate) mod files;

@@ -54,6 +54,7 @@ mod rehearse;
 mod repair;
 mod requeue;
 mod rot;
+mod settings;
 mod stacks;
 mod stop;
 mod store_sweep;

@@ -20,8 +20,8 @@ use crate::parts::gpu::capture as gpu;
 use crate::parts::tcp::waiting::{self, Unaccepted};
 use crate::parts::terminals::{Emptied, Unsaved};
 use crate::parts::{
-    access, affinity, cpu_time, datagrams, fds::InFlight, groups, objects::Photographed, posix_timers, scheduling, tcp,
-    timers,
+    access, affinity, cpu_time, datagrams, eventfds, fds::InFlight, groups, objects::Photographed, posix_timers,
+    scheduling, tcp, timers,
 };
 use rekindle_base::chain;
 use rekindle_criu as criu;
@@ -351,6 +351,10 @@ impl Still<'_, '_> {
         let restarted = criu::image::restart_timers(self.dir).map_err(|e| chain(&e))?;
         if restarted > 0 {
             tracing::debug!(restarted, "corrected timers that had fired");
+        }
+        let described = eventfds::describe(self.dir, tree).map_err(|e| chain(&e))?;
+        if described > 0 {
+            tracing::debug!(described, "described eventfds that CRIU would not make as they are");
         }
         if let Some(unknown) = posix_timers::correct(self.dir).map_err(|e| chain(&e))? {
             let name = self.seen.names.get(&unknown.pid).cloned().unwrap_or_default();
