@@ -8,6 +8,8 @@ Counts and ends as kinds.py does."""
 import os
 import select
 import signal
+import socket
+import struct
 import sys
 import time
 
@@ -52,7 +54,52 @@ def semaphores():
     count(check, last)
 
 
+def multicast():
+    """Sockets in multicast groups of IPv4 and IPv6, which get what is sent to these and nothing else."""
+    device = struct.pack("i", socket.if_nametoindex("lo"))
+    join_source_group = 46  # MCAST_JOIN_SOURCE_GROUP
+
+    def receiver(group):
+        receiver = socket.socket(type=socket.SOCK_DGRAM)
+        receiver.bind((group, 0))
+        receiver.settimeout(0.5)
+        return receiver, receiver.getsockname()[1]
+
+    def address(text):
+        return struct.pack("HH4s", socket.AF_INET, 0, socket.inet_aton(text)).ljust(128, b"\0")
+
+    of_all, port = receiver("239.77.1.1")
+    of_all.setsockopt(0, socket.IP_ADD_MEMBERSHIP, socket.inet_aton("239.77.1.1") + bytes(4) + device)
+    of_one, port_of_one = receiver("232.77.1.1")
+    of_one.setsockopt(0, join_source_group, struct.pack("4s4x", device) + address("232.77.1.1") + address("127.0.0.1"))
+    # Nothing can be sent to a group of IPv6 over the loopback device: it has no route there.
+    ipv6, group = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM), socket.inet_pton(socket.AF_INET6, "ff15::77")
+    ipv6.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_JOIN_GROUP, group + device)
+    sender = socket.socket(type=socket.SOCK_DGRAM)
+    sender.setsockopt(0, socket.IP_MULTICAST_IF, bytes(8) + device)
+    sender.bind(("127.0.0.1", 0))
+
+    def check(n):
+        ipv6.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_LEAVE_GROUP, group + device)
+        ipv6.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_JOIN_GROUP, group + device)
+        for receiver, to in [(of_all, ("239.77.1.1", port)), (of_one, ("232.77.1.1", port_of_one))]:
+            sender.sendto(b"%d" % n, to)
+            try:
+                while int(receiver.recv(100)) != n:
+                    # What was in its queue at the snapshot.
+                    pass
+            except TimeoutError:
+                need(False, "nothing is received from the group", to)
+
+    def last(n):
+        check(n)
+        of_all.setsockopt(0, socket.IP_DROP_MEMBERSHIP, socket.inet_aton("239.77.1.1") + bytes(4) + device)
+
+    count(check, last)
+
+
 KINDS = {
+    "multicast": multicast,
     "semaphores": semaphores,
 }
 if __name__ == "__main__":

@@ -13,6 +13,7 @@
 
 mod compare;
 mod format;
+mod multicast;
 mod put_back;
 mod read;
 mod record;

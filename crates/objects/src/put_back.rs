@@ -10,6 +10,7 @@ use std::os::fd::OwnedFd;
 use rekindle_os::{attributes, process, sockopt};
 
 use crate::compare::Difference;
+use crate::multicast;
 use crate::table::{Means, OPTIONS, Of, Shape, SocketOption};
 
 /// Whose rights what is set must keep to.
@@ -93,6 +94,7 @@ fn descriptor(difference: &Difference, descriptor: &OwnedFd, value: &str, rights
             attributes::set_number(descriptor, libc::F_ADD_SEALS, then & !now).ok()
         }
         "congestion" => sockopt::set(descriptor, libc::IPPROTO_TCP, libc::TCP_CONGESTION, value.as_bytes()).ok(),
+        "multicast" => multicast::join(descriptor, value, difference.now.as_deref()),
         "device" => sockopt::set(descriptor, libc::SOL_SOCKET, libc::SO_BINDTODEVICE, value.as_bytes()).ok(),
         name => {
             let option = OPTIONS.iter().find(|option| option.name == name && option.settable)?;

@@ -150,6 +150,7 @@ pub const ROWS: &[Row] = &[
     row(Descriptor, "datagrams", "bytes of datagrams that wait in a socket of UDP", AtLeast, Told),
     row(Descriptor, "congestion", "congestion control of TCP", Equal, PutBack),
     row(Descriptor, "device", "network device that a socket is bound to", Equal, PutBack),
+    row(Descriptor, "multicast", "multicast groups of a socket, and the senders that it listens to", Lines, PutBack),
 ];
 
 /// All rows: also those of the options of sockets.

@@ -33,11 +33,42 @@ pub fn set(socket: &impl AsFd, level: i32, name: i32, value: &[u8]) -> io::Resul
     }
 }
 
+/// The number of a network device in the namespace of a socket.
+///
+/// # Errors
+/// When there is none of that name.
+pub fn interface_index(socket: &impl AsFd, name: &str) -> io::Result<u32> {
+    // SAFETY: a struct of numbers and arrays of them, for which zeros are valid.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    // A name ends with a zero.
+    if name.len() >= request.ifr_name.len() {
+        return Err(io::Error::from_raw_os_error(libc::ENODEV));
+    }
+    for (to, from) in request.ifr_name.iter_mut().zip(name.bytes()) {
+        *to = from.cast_signed();
+    }
+    let fd = socket.as_fd().as_raw_fd();
+    // SAFETY: the request is a live local.
+    match unsafe { libc::ioctl(fd, libc::SIOCGIFINDEX, &raw mut request) } {
+        // SAFETY: the kernel has filled in this member.
+        0 => u32::try_from(unsafe { request.ifr_ifru.ifru_ifindex }).map_err(io::Error::other),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::net::UdpSocket;
 
     use super::*;
+
+    #[test]
+    fn a_device_has_a_number() {
+        let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+        assert_eq!(interface_index(&socket, "lo").unwrap(), 1);
+        assert!(interface_index(&socket, "no-such-device").is_err());
+        assert!(interface_index(&socket, "a-name-that-is-too-long").is_err());
+    }
 
     #[test]
     fn an_option_is_what_it_was_set_to() {

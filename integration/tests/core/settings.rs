@@ -33,3 +33,8 @@ fn eventfds_that_are_semaphores() {
     let Some(lab) = Lab::new() else { return };
     is_restored_in(lab.set("restart.compare", "\"on\"").set("job.user", "\"nobody\""), "semaphores");
 }
+
+#[test]
+fn multicast_groups_of_sockets() {
+    is_restored("multicast");
+}

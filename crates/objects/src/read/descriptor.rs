@@ -9,6 +9,7 @@ use rekindle_os::process as os_process;
 use super::identity::Named;
 use super::kind::Kind;
 use super::{Pids, Sockets, fdinfo, lossy, pidfd, socket};
+use crate::multicast::Groups;
 use crate::record::{self, Items};
 
 /// What was read.
@@ -40,11 +41,12 @@ pub(super) struct Table {
     table: Option<DescriptorTable>,
     /// To fetch them.
     process: Option<OwnedFd>,
+    groups: Groups,
 }
 
 impl Table {
     pub(super) fn of(pid: i32) -> Table {
-        Table { table: DescriptorTable::of(pid).ok(), process: pidfd(pid) }
+        Table { table: DescriptorTable::of(pid).ok(), process: pidfd(pid), groups: Groups::of(pid) }
     }
 
     pub(super) fn numbers(&self) -> &[i32] {
@@ -62,7 +64,7 @@ impl Table {
         let opened = process.and_then(|process| os_process::fetch_descriptor(process, number).ok());
         let more = opened.as_ref().map(|opened| More::read(opened, kind)).unwrap_or_default();
         let opened = opened.filter(|_| kind == Kind::Socket && is_new(&target));
-        let socket = opened.as_ref().map(socket::Raw::read);
+        let socket = opened.as_ref().map(|socket| socket::Raw::read(socket, &self.groups));
         Some((Raw { number, target, info, more }, socket))
     }
 }

@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use nix::sys::socket::{SockaddrLike, SockaddrStorage, getpeername, getsockname};
 use rekindle_os::{attributes, sockopt};
 
+use crate::multicast::Groups;
 use crate::record::Items;
 use crate::table::{Level, OPTIONS, Shape, SocketOption};
 
@@ -23,6 +24,7 @@ pub(super) struct Raw {
     readable: Option<i32>,
     congestion: Option<String>,
     device: Option<String>,
+    groups: Vec<String>,
     /// Each with how many bytes of `values` it has.
     options: Vec<(&'static SocketOption, usize)>,
     values: Vec<u8>,
@@ -35,7 +37,8 @@ const VALUES: usize = 512;
 const CLOSED: u8 = 7;
 
 impl Raw {
-    pub(super) fn read(socket: &OwnedFd) -> Raw {
+    /// `groups` are those of the network namespace that it is in.
+    pub(super) fn read(socket: &OwnedFd, groups: &Groups) -> Raw {
         let number = |name| int(socket, libc::SOL_SOCKET, name).unwrap_or(-1);
         let (family, kind, protocol) = (number(libc::SO_DOMAIN), number(libc::SO_TYPE), number(libc::SO_PROTOCOL));
         let listens = number(libc::SO_ACCEPTCONN) == 1;
@@ -68,6 +71,12 @@ impl Raw {
             readable: (!listens).then(|| attributes::length(socket, libc::FIONREAD).ok()).flatten(),
             congestion: is_tcp.then(|| string(socket, libc::IPPROTO_TCP, libc::TCP_CONGESTION)).flatten(),
             device: is_ip.then(|| string(socket, libc::SOL_SOCKET, libc::SO_BINDTODEVICE)).flatten(),
+            // A socket of TCP is in none.
+            groups: if is_ip && kind != libc::SOCK_STREAM {
+                groups.of_socket(socket, family == libc::AF_INET6)
+            } else {
+                Vec::new()
+            },
             options,
             values,
         }
@@ -99,6 +108,7 @@ impl Raw {
             (if is_udp { "datagrams" } else { "readable" }, self.readable.map(|length| length.to_string())),
             ("congestion", self.congestion.clone()),
             ("device", self.device.clone().filter(|device| !device.is_empty())),
+            ("multicast", Some(self.groups.join("\n")).filter(|groups| !groups.is_empty())),
         ] {
             if let Some(value) = value {
                 put(item, value);
