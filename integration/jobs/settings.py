@@ -5,12 +5,15 @@
 
 Counts and ends as kinds.py does."""
 
+import ctypes
+import errno
 import os
 import select
 import signal
 import socket
 import struct
 import sys
+import threading
 import time
 
 from kinds import count, need
@@ -98,7 +101,54 @@ def multicast():
     count(check, last)
 
 
+def of_threads():
+    """Threads, one of them of a child, with a personality and a memory policy of their own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    set_policy, get_policy = {"x86_64": (238, 239), "aarch64": (237, 236)}[os.uname().machine]
+    default, prefer, bind, interleave, no_randomization, short_inode = 0, 1, 2, 3, 0x0040000, 0x0000200
+    node = ctypes.c_ulong(1)
+
+    def policy():
+        mode = ctypes.c_int(-1)
+        need(libc.syscall(get_policy, ctypes.byref(mode), None, 0, None, 0) == 0, "get_mempolicy")
+        return mode.value
+
+    def take(personality, mode):
+        """Returns a function that checks it."""
+        need(libc.personality(personality) != -1, "personality", personality)
+        nodes = (ctypes.byref(node), 64) if mode != default else (None, 0)
+        has_nodes = libc.syscall(set_policy, mode, *nodes) == 0
+        need(has_nodes or ctypes.get_errno() == errno.ENOSYS, "set_mempolicy", mode)
+
+        def check():
+            need(libc.personality(0xFFFFFFFF) == personality, "the personality is", libc.personality(0xFFFFFFFF))
+            need(not has_nodes or policy() == mode, "the memory policy is", policy(), "and was", mode)
+
+        return check
+
+    def work(personality, mode):
+        check = take(personality, mode)
+        while True:
+            check()
+            time.sleep(0.01)
+
+    threading.Thread(target=work, args=(short_inode, interleave), daemon=True).start()
+    threading.Thread(target=work, args=(0, default), daemon=True).start()
+    child = os.fork()
+    if child == 0:
+        threading.Thread(target=work, args=(no_randomization | short_inode, bind), daemon=True).start()
+        work(0, prefer)
+    check = take(no_randomization, bind)
+
+    def both(n):
+        check()
+        need(os.waitpid(child, os.WNOHANG) == (0, 0), "the child has ended")
+
+    count(both, lambda n: os.kill(child, signal.SIGKILL))
+
+
 KINDS = {
+    "of-threads": of_threads,
     "multicast": multicast,
     "semaphores": semaphores,
 }

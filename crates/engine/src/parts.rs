@@ -22,6 +22,7 @@
 //! | `locks` | file locks, by CRIU | those that CRIU loses |
 //! | `listeners` | UNIX sockets, by CRIU | the user whom their clients see |
 //! | `objects` | a record of what the kernel has of each task | compared before the job runs; set again where the kernel lets us |
+//! | `settings` | personality and memory policy of each thread, in the record | set by the thread itself, before it runs |
 //! | `access` | rights and open files of each process | compared before the job runs |
 
 pub(crate) mod access;
@@ -43,6 +44,7 @@ pub(crate) mod locks;
 pub(crate) mod objects;
 pub(crate) mod posix_timers;
 pub(crate) mod scheduling;
+pub(crate) mod settings;
 pub(crate) mod tcp;
 pub(crate) mod terminals;
 pub(crate) mod timers;

@@ -17,6 +17,7 @@ mod multicast;
 mod put_back;
 mod read;
 mod record;
+mod settings;
 pub mod table;
 
 pub use compare::{Difference, compare};
@@ -24,3 +25,4 @@ pub use format::{Damaged, FILE_NAME, MAX_BYTES, VERSION};
 pub use put_back::{Rights, put_back};
 pub use read::Raw;
 pub use record::{Descriptor, Items, Mapping, Process, Record, Thread};
+pub use settings::setting;

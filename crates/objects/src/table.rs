@@ -41,6 +41,8 @@ pub enum How {
 pub enum Means {
     /// rekindle sets the old value, and compares again. If it still differs, it is told.
     PutBack,
+    /// rekindle has the thread set it, once CRIU has let go of it. What it cannot set is told.
+    SetLater,
     /// The job would be wrong: the restore fails.
     Refused,
     /// The kernel cannot give it back. It is told once for each restore.
@@ -67,7 +69,7 @@ const fn row(of: Of, item: &'static str, what: &'static str, how: How, means: Me
 }
 
 use How::{AtLeast, AtLeastThese, Equal, Lines, Never, TimeLeft};
-use Means::{PutBack, Refused, Told};
+use Means::{PutBack, Refused, SetLater, Told};
 use Of::{Descriptor, Mapping, Process, Thread};
 
 /// The table, without the options of sockets ([`OPTIONS`]).
@@ -106,7 +108,8 @@ pub const ROWS: &[Row] = &[
     row(Thread, "scheduling", "scheduling policy, priority, nice value and flags", Equal, Told),
     row(Thread, "io-priority", "I/O priority", Equal, PutBack),
     row(Thread, "timer-slack", "timer slack", Equal, PutBack),
-    row(Thread, "personality", "personality(2)", Equal, Told),
+    row(Thread, "personality", "personality(2)", Equal, SetLater),
+    row(Thread, "memory-policy", "memory policy (set_mempolicy(2), numactl)", Equal, SetLater),
     row(Thread, "huge-pages", "whether it may get transparent huge pages (prctl(2), PR_SET_THP_DISABLE)", Equal, Told),
     row(Mapping, "mapping", "address, size, protection, file and offset", Equal, Refused),
     row(Descriptor, "descriptor", "whether it exists", Equal, Refused),
@@ -185,7 +188,7 @@ pub fn markdown() -> String {
         };
         let means = match (row.means, row.how) {
             (_, How::Never) => "is new; told",
-            (Means::PutBack, _) => "put back",
+            (Means::PutBack | Means::SetLater, _) => "put back",
             (Means::Refused, _) => "a difference fails the restore",
             (Means::Told, _) => "a difference is told",
         };

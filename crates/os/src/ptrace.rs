@@ -12,7 +12,9 @@
 //! end of [`Alone`] waits for them.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
+mod guest;
 mod lock;
+mod settings;
 mod turns;
 
 use std::io;
@@ -24,6 +26,7 @@ use std::time::{Duration, Instant};
 
 use super::process;
 pub use lock::{PosixLock, take_lock};
+pub use settings::{Setting, set};
 pub use turns::lend;
 
 /// The running thread. If this is dropped, it stops again with the others.

@@ -38,3 +38,9 @@ fn eventfds_that_are_semaphores() {
 fn multicast_groups_of_sockets() {
     is_restored("multicast");
 }
+
+/// Personality and memory policy, which only a thread itself can set.
+#[test]
+fn what_threads_set_for_themselves() {
+    is_restored("of-threads");
+}

@@ -125,6 +125,15 @@ fn between(versions: Option<&(String, String)>) -> String {
     versions.map(|(then, now)| format!(" (the image is from {then}, here is {now})")).unwrap_or_default()
 }
 
+/// What differs, and lets the job run.
+#[derive(Debug, Default)]
+pub(crate) struct Checked {
+    /// A line for each item that is to be told.
+    pub(crate) told: Vec<String>,
+    /// What only the threads can set themselves.
+    pub(crate) later: Vec<Difference>,
+}
+
 /// The record of an image, and what a difference from it means.
 pub(crate) struct Recorded {
     record: Option<Record>,
@@ -155,19 +164,12 @@ impl Recorded {
         Ok(Recorded { record: None, compare })
     }
 
-    /// Compares the tasks of the tree below `root` before any of them runs, and puts back what can be. Returns what differs
-    /// and lets the job run: a line for each item.
+    /// Compares the tasks of the tree below `root` before any of them runs, and puts back what can be.
     ///
     /// # Errors
     /// When the job would notice a difference.
-    pub(crate) fn check(
-        &self,
-        root: i32,
-        manifest: &Manifest,
-        criu: &str,
-        rights: Rights,
-    ) -> Result<Vec<String>, Error> {
-        let Some(record) = &self.record else { return Ok(Vec::new()) };
+    pub(crate) fn check(&self, root: i32, manifest: &Manifest, criu: &str, rights: Rights) -> Result<Checked, Error> {
+        let Some(record) = &self.record else { return Ok(Checked::default()) };
         let tree = process::tree(root);
         let mut now = Raw::read(&tree).record(criu);
         let mut found = differences(record, &now, manifest);
@@ -176,11 +178,13 @@ impl Recorded {
             now = Raw::read(&tree).record(criu);
             found = differences(record, &now, manifest);
         }
+        let (later, found): (Vec<_>, Vec<_>) =
+            found.into_iter().partition(|difference| difference.row.means == Means::SetLater);
         let (refused, told): (Vec<_>, Vec<_>) = found
             .into_iter()
             .partition(|difference| difference.row.means == Means::Refused && self.compare != Compare::Tell);
         if refused.is_empty() {
-            return Ok(lines(&told));
+            return Ok(Checked { told: lines(&told), later });
         }
         lines(&refused).iter().for_each(|line| tracing::debug!("{line}"));
         let versions = |record: &Record| format!("kernel {} and CRIU {}", record.kernel, record.criu);
@@ -203,7 +207,9 @@ fn differences(record: &Record, now: &Record, manifest: &Manifest) -> Vec<Differ
     // CRIU lets a process without groups keep those that CRIU itself has: those of the job's user, if it works on files with
     // that user's rights. The reaper is ours, and uses none.
     let of_reaper = |difference: &Difference| difference.process.0 == manifest.tree.root;
-    found.retain(|difference| !(difference.row.item == "more-groups" && of_reaper(difference)));
+    let is_ours =
+        |difference: &Difference| difference.row.item == "more-groups" || difference.row.means == Means::SetLater;
+    found.retain(|difference| !(is_ours(difference) && of_reaper(difference)));
     found.retain(|difference| {
         !(matches!(difference.row.item, "path" | "position" | "deleted" | "flags") && of_output(difference))
     });

@@ -18,6 +18,7 @@ use crate::parts::gpu::placement::Relocation;
 use crate::parts::gpu::put_back as gpu;
 use crate::parts::kept::put_back::Ahead;
 use crate::parts::objects::Recorded;
+use crate::parts::settings::Later;
 use crate::parts::{
     access, affinity, cpu_time, datagrams, groups, listeners, locks, scheduling, tcp, terminals, timers,
 };
@@ -102,6 +103,8 @@ struct Restore<'a> {
     manifest: &'a Manifest,
     relocation: Option<&'a Relocation>,
     lost_locks: LostLocks,
+    /// What its threads set before they run.
+    later: Later,
     cancelled: &'a (dyn Fn() -> bool + Sync),
     /// When it began, since the boot.
     began: Duration,
@@ -125,12 +128,14 @@ pub(super) fn revive(
 ) -> Result<Revived, Error> {
     let lost_locks = criu::image::lost_locks(&request.image.dir.join(CRIU_DIR)).map_err(criu::RunError::Image)?;
     let (made, gpus, stopped) = (Made::Nothing, Gpus::Back, gpu::Stopped::default());
-    let (ahead, open, differences, began) = (None, Vec::new(), Vec::new(), since_boot());
+    let (ahead, open, differences) = (None, Vec::new(), Vec::new());
+    let (began, later) = (since_boot(), Later::default());
     let mut restore = Restore {
         request,
         manifest,
         relocation,
         lost_locks,
+        later,
         cancelled,
         began,
         made,
@@ -200,8 +205,8 @@ impl Restore<'_> {
         (self.request.prepare.0)(world);
         let taken = matches!(world, World::Host);
         match run_criu(self.request, self.manifest, world, &self.lost_locks, Until::ItRuns, self.cancelled) {
-            Ok(Some(Runs { root, open, differences })) => {
-                (self.open, self.differences) = (open, differences);
+            Ok(Some(Run { root, open, differences, later })) => {
+                (self.open, self.differences, self.later) = (open, differences, later);
                 match std::mem::replace(&mut self.made, Made::Nothing) {
                     Made::World(world) => {
                         self.made = Made::Job(Job::restored(world, root, self.manifest.tree.job));
@@ -235,6 +240,9 @@ impl Restore<'_> {
         let root = self.job()?.root.pid();
         let launchers = gpu::launchers(root, self.manifest).into_iter().map(|(_, inner)| inner);
         let held: Vec<i32> = tree.cuda.iter().chain(&tree.stopped).copied().chain(launchers).collect();
+        // These are resumed when they have their locks.
+        let stay = held.iter().chain(&self.lost_locks.users).copied().collect();
+        self.later.set(root, &stay);
         Ok(locks::take_again(root, &self.lost_locks, &held)?)
     }
 
@@ -339,12 +347,14 @@ pub(super) enum Until {
 }
 
 /// A restored tree that runs.
-pub(super) struct Runs {
+pub(super) struct Run {
     root: Child,
     /// The processes below it, opened before they ran.
     open: Vec<Watched>,
     /// What is not as it was.
     differences: Vec<String>,
+    /// What its threads have to set, whose processes are stopped for it.
+    later: Later,
 }
 
 /// Runs CRIU. Returns the restored tree, if it runs.
@@ -355,7 +365,7 @@ pub(super) fn run_criu(
     lost_locks: &LostLocks,
     until: Until,
     cancelled: &dyn Fn() -> bool,
-) -> Result<Option<Runs>, Error> {
+) -> Result<Option<Run>, Error> {
     let images = request.image.dir.join(CRIU_DIR);
     let (opened, work) = (opened(request.folder, &images)?, request.own.work.criu());
     let place = Place {
@@ -386,7 +396,7 @@ pub(super) fn run_criu(
         .map_err(|why| Error::Refused { id: request.image.id, why })?;
     let recorded = Recorded::of(&request.image.dir, request.checks.compare)?;
     let (mut refused, mut differs, mut rehearsed) = (None, None, false);
-    let (mut open, mut differences) = (Vec::new(), Vec::new());
+    let (mut open, mut differences, mut later) = (Vec::new(), Vec::new(), Later::default());
     let mut before_it_runs = |moment| {
         // At the first moment all processes exist and still have our rights, so the user cannot reach them or what they
         // have (CRIU changes the rights after this, `CR_STATE_RESTORE_CREDS`).
@@ -426,14 +436,13 @@ pub(super) fn run_criu(
         terminals::put_back(root, &request.image.dir);
         // Last: what is put back above is compared, too.
         let rights = if request.identity.is_some() { Rights::Users } else { Rights::Ours };
-        match recorded.check(root, manifest, &request.criu.version.to_string(), rights) {
-            Ok(told) => differences = told,
-            Err(error) => {
-                let why = error.to_string();
-                differs = Some(error);
-                return Err(why);
-            }
-        }
+        let checked = recorded.check(root, manifest, &request.criu.version.to_string(), rights);
+        let checked = checked.map_err(|error| {
+            let why = error.to_string();
+            differs = Some(error);
+            why
+        })?;
+        differences = checked.told;
         // All tasks are complete here, in a rehearsal, too.
         if until == Until::ItWouldRun {
             rehearsed = true;
@@ -441,6 +450,7 @@ pub(super) fn run_criu(
             return Err("this was a rehearsal".into());
         }
         open = Watched::below(root);
+        later = Later::hold(root, checked.later);
         // CRIU would send the signal only after it has resumed the tasks: until then a thread could read memory that is
         // not restored yet, or be stopped while it has a lock of the driver.
         if !manifest.tree.cuda.is_empty() {
@@ -471,7 +481,7 @@ pub(super) fn run_criu(
     // CRIU removes them when it could use them; after a failure they would remain beside the user's files.
     files::drop_links(manifest, request.identity);
     match (restored, refused, differs) {
-        (Ok(restored), _, _) => Ok(Some(Runs { root: restored.root, open, differences })),
+        (Ok(restored), _, _) => Ok(Some(Run { root: restored.root, open, differences, later })),
         (Err(_), None, None) if rehearsed => Ok(None),
         (Err(_), Some(why), _) => Err(Error::Refused { id: request.image.id, why }),
         (Err(_), None, Some(why)) => Err(why.into()),

@@ -1,10 +1,13 @@
 //! A thread: what it has of its own.
 
+use std::io::Read;
+
 use rekindle_os::attributes;
 use rekindle_os::scheduling::Attributes;
 
 use super::{field, innermost, pending, text};
 use crate::record::{self, Items};
+use crate::settings;
 
 /// What was read.
 #[derive(Debug)]
@@ -15,6 +18,7 @@ pub(super) struct Raw {
     call: Option<String>,
     slack: Option<String>,
     personality: Option<String>,
+    memory_policy: Option<String>,
     scheduling: Option<Attributes>,
     io_priority: Option<u16>,
     robust_list: Option<usize>,
@@ -30,6 +34,7 @@ impl Raw {
             call: file("syscall"),
             slack: file("timerslack_ns"),
             personality: file("personality"),
+            memory_policy: memory_policy(tid),
             scheduling: Attributes::of(tid).ok(),
             io_priority: attributes::io_priority(tid).ok(),
             robust_list: attributes::robust_list(tid).ok(),
@@ -74,11 +79,23 @@ impl Raw {
         put("pending-signals", field(status, "SigPnd").map(pending));
         put("timer-slack", self.slack.map(|text| text.trim().to_owned()));
         put("personality", self.personality.map(|text| text.trim().to_owned()));
+        put("memory-policy", self.memory_policy);
         put("io-priority", self.io_priority.map(io_priority));
         put("scheduling", self.scheduling.map(scheduling));
         put("robust-list", self.robust_list.map(|head| format!("{head:#x}")));
         Some(record::Thread { tid, items })
     }
+}
+
+/// A thread's memory policy. The kernel shows it at each range of memory that has none of its own (mbind(2)), as the first,
+/// which is of the program, hardly ever has. More is not read: for each range the kernel looks at all of its pages.
+fn memory_policy(tid: i32) -> Option<String> {
+    /// Not longer than a line: the kernel goes on as long as there is room.
+    const READ: usize = 64;
+    let mut bytes = [0; READ];
+    let length = std::fs::File::open(format!("/proc/{tid}/numa_maps")).ok()?.read(&mut bytes).ok()?;
+    let text = std::str::from_utf8(bytes.get(..length)?).ok()?;
+    settings::policy_of(text).map(ToOwned::to_owned)
 }
 
 /// Whether a thread is in a system call that changes which signals it blocks until it returns. The kernel shows the mask of the

@@ -98,6 +98,7 @@ fn play(
         made: Made::Nothing,
         open: Vec::new(),
         differences: Vec::new(),
+        later: Later::default(),
         gpus: Gpus::Back,
         ahead: None,
         stopped: gpu::Stopped::default(),
