@@ -36,6 +36,7 @@ const BASE: [&str; 10] =
 /// The modules for Linux.
 const OS: [&str; 44] = [
     "affinity",
+    "undo",
     "attributes",
     "same",
     "scheduling",

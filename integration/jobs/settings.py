@@ -147,7 +147,16 @@ def of_threads():
     count(both, lambda n: os.kill(child, signal.SIGKILL))
 
 
+def undo():
+    """A process that has taken a semaphore, which its end gives back."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    own = libc.semget(0, 1, 0o1600)  # IPC_PRIVATE, IPC_CREAT
+    need(own >= 0 and libc.semop(own, struct.pack("Hhh", 0, 1, 0x1000), 1) == 0, "semop")  # SEM_UNDO
+    count()
+
+
 KINDS = {
+    "undo": undo,
     "of-threads": of_threads,
     "multicast": multicast,
     "semaphores": semaphores,

@@ -37,7 +37,7 @@ impl Raw {
     /// Reads the processes of a tree, with pids as we see them. None of them may run.
     #[must_use]
     pub fn read(tree: &[i32]) -> Raw {
-        let read = |pid: i32| -> Result<process::Raw, Infallible> { Ok(process::Raw::read(pid)) };
+        let read = |pid: i32| -> Result<process::Raw, Infallible> { Ok(process::Raw::read(pid, tree)) };
         let Ok(mut processes) = parallel::in_parallel(tree.to_vec(), THREADS, read);
         processes.sort_unstable_by_key(|process| process.pid);
         let sockets = descriptors(&mut processes);

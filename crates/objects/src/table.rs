@@ -88,6 +88,13 @@ pub const ROWS: &[Row] = &[
     row(Process, "caught-signals", "signals that it has handlers for", Equal, Refused),
     row(Process, "pending-signals", "signals that wait for the process", AtLeastThese, Refused),
     row(Process, "timers", "POSIX timers (timer_create(2)): clock, signal, and whom it is for", Equal, Refused),
+    row(
+        Process,
+        "undo-list",
+        "whether its end undoes operations on System V semaphores (SEM_UNDO), as far as that can be seen",
+        Equal,
+        Told,
+    ),
     row(Process, "layout", "addresses of its program, heap, stack, arguments and environment", Equal, Refused),
     row(Process, "limits", "resource limits", Lines, Told),
     row(Process, "oom-score-adj", "oom_score_adj", Equal, Told),

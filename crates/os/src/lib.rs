@@ -43,6 +43,7 @@ pub mod tcp_repair;
 pub mod terminal;
 pub mod timerfd;
 pub mod ulp;
+pub mod undo;
 pub mod unix_diag;
 pub mod view;
 pub mod xattr;

@@ -44,3 +44,14 @@ fn multicast_groups_of_sockets() {
 fn what_threads_set_for_themselves() {
     is_restored("of-threads");
 }
+
+/// The kernel gives it back to nobody.
+#[test]
+fn a_lost_undo_list_of_semaphores_is_told() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = until_after_snapshot(&lab, "undo");
+    run.crash(&lab);
+    run.wait_said("not as before the restore (undo-list): process 1001 (python3): whether its end undoes operations");
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt;
 
 use rekindle_os::process as os_process;
+use rekindle_os::undo;
 
 use super::descriptor;
 use super::identity::Named;
@@ -20,6 +21,7 @@ pub(super) struct Raw {
     limits: Option<String>,
     maps: String,
     timers: Option<String>,
+    undoes: Option<bool>,
     /// Files of one line, by item.
     lines: Vec<(&'static str, Option<String>)>,
     links: Vec<(&'static str, Option<String>)>,
@@ -35,7 +37,7 @@ const LINES: [(&str, &str); 3] =
 const LINKS: [(&str, &str); 3] = [("executable", "exe"), ("directory", "cwd"), ("root", "root")];
 
 impl Raw {
-    pub(super) fn read(pid: i32) -> Raw {
+    pub(super) fn read(pid: i32, tree: &[i32]) -> Raw {
         let file = |name: &str| text(&format!("/proc/{pid}/{name}"));
         let link = |name: &str| {
             let target = std::fs::read_link(format!("/proc/{pid}/{name}")).ok()?;
@@ -51,6 +53,7 @@ impl Raw {
             limits: file("limits"),
             maps: file("maps").unwrap_or_default(),
             timers: file("timers"),
+            undoes: undoes(pid, &threads, tree),
             lines: LINES.iter().map(|(item, name)| (*item, file(name))).collect(),
             links: LINKS.iter().map(|(item, name)| (*item, link(name))).collect(),
             threads,
@@ -111,6 +114,7 @@ impl Raw {
         }
         put("limits", self.limits.as_deref().map(limits));
         put("timers", self.timers.as_deref().filter(|text| !text.is_empty()).map(|text| timers(text, pids)));
+        put("undo-list", self.undoes.map(|has| if has { "yes" } else { "no" }.to_owned()));
         for (item, text) in self.lines {
             put(item, text.map(|text| text.trim().to_owned()));
         }
@@ -124,6 +128,18 @@ impl Raw {
             self.descriptors.into_iter().map(|raw| raw.record(self.pid, pids, identity, sockets)).collect();
         Some(record::Process { pid, name, items, threads, descriptors, mappings: mappings::of(&self.maps) })
     }
+}
+
+/// Whether a process undoes something at its end (`SEM_UNDO`). One with threads has a list in any case, so that cannot be
+/// known; and so has one that once had threads, so a list means nothing where there are no semaphores. The root of the tree
+/// is the reaper, which uses none.
+fn undoes(pid: i32, threads: &[thread::Raw], tree: &[i32]) -> Option<bool> {
+    let root = tree.first().filter(|root| **root != pid)?;
+    if threads.len() > 1 {
+        return None;
+    }
+    let has_list = undo::has_list(pid, *root).ok()?;
+    Some(has_list && undo::has_semaphores(pid).unwrap_or(false))
 }
 
 /// The words of /proc/PID/stat behind the name, which may have any characters (proc_pid_stat(5)).
