@@ -141,7 +141,7 @@ const REPLICA: [&str; 17] = [
 ];
 
 /// The modules of the store: plain data, single files, what a job's folder has, and what is done with all of it.
-const STORE: [&str; 42] = [
+const STORE: [&str; 43] = [
     "names",
     "id",
     "options",
@@ -172,6 +172,7 @@ const STORE: [&str; 42] = [
     "staging",
     "known",
     "proven",
+    "evidence",
     "draft",
     "remove",
     "remove_job",

@@ -98,6 +98,9 @@ pub struct Published {
     /// Why an image could not be restored in a rehearsal, until a rehearsal succeeds.
     #[serde(default)]
     pub rehearsal_failure: Option<String>,
+    /// Why images are not rehearsed, if they are not.
+    #[serde(default)]
+    pub not_rehearsed: Option<String>,
     /// When the job must have ended.
     #[serde(default)]
     pub deadline: Option<DateTime<Utc>>,

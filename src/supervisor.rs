@@ -21,6 +21,7 @@ mod end;
 mod ends;
 mod event_lines;
 mod events;
+mod evidence;
 mod failed;
 mod finding;
 mod gpus;
@@ -358,6 +359,7 @@ impl Owner<'_> {
         }
         self.checks.note_proofs(self.setup, self.machine.state(), self.life.ended(), Instant::now());
         self.checks.allow_verifier(self.machine.state(), self.transfers.is_idle());
+        self.checks.evidence.write(self.setup, Instant::now());
         self.check_rehearsals();
         self.store_again();
         self.check_deaths();

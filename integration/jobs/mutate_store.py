@@ -36,7 +36,7 @@ touched = []
 is_before = True
 # Names that rekindle and CRIU give, at some moment or another.
 NAMES = """
-lock job.json state.json result.json proven.json staging .tmp-x .del-x images packs bin
+lock job.json state.json result.json proven.json evidence.json staging .tmp-x .del-x images packs bin
 log log/stdout.log log/stderr.log log/events.jsonl log/criu.log log/stdout.log.1
 scratch scratch/plugins scratch/plugins/rekindle.so scratch/stats-dump scratch/stats-restore scratch/unpacked scratch/rehearsal
 slots slots/boot slots/0 slots/1 slots/0/criu slots/1/criu slots/0/spool slots/1/spool slots/0/gpu slots/0/manifest.json

@@ -1,6 +1,5 @@
 //! `rekindle list`: jobs, and the images of a job.
 
-use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use chrono::{DateTime, TimeDelta, Utc};
@@ -18,7 +17,9 @@ use rekindle_base::units::{moment, size};
 use rekindle_replica::{Patience, Replica};
 use rekindle_store::manifest::Reason;
 use rekindle_store::retention::survey::Survey;
-use rekindle_store::{Access, Error, ImageId, JobFolder, JobName, Known, Place, State, Store, Tag, Tags};
+use rekindle_store::{
+    Access, Error, Evidence, ImageId, JobFolder, JobName, Known, Place, Shown, State, Store, Tag, Tags,
+};
 
 /// What to list.
 #[derive(Debug, clap::Args)]
@@ -42,6 +43,9 @@ pub(super) fn list(global: &Global, args: &ListArgs) -> anyhow::Result<Exit> {
     }
     Ok(Exit::Success)
 }
+
+/// Said of an image that was only taken, if no rehearsal can be expected.
+pub(super) const NOT_REHEARSED: &str = "not rehearsed";
 
 /// Packs with which it is computed what a removal would free: at most 128 GiB of content. Their index is read within a
 /// tenth of a second.
@@ -258,12 +262,17 @@ struct ImageRow {
     interval: Option<Choice>,
     reason: Option<Reason>,
     lineage: Option<String>,
+    /// What has shown that it can be restored: taken (nothing yet), rehearsed or restored.
+    evidence: Evidence,
     /// Whether the job has lived for restart.min-uptime after it was taken or restored.
     proven: bool,
     /// The group image that it is a part of, for a job over several machines.
     group: Option<PartOf>,
     #[serde(flatten)]
     tags: Tagged,
+    /// Why its like is not rehearsed, if that is so.
+    #[serde(skip)]
+    not_rehearsed: Option<String>,
 }
 
 /// The tags of an image.
@@ -284,13 +293,13 @@ impl Tagged {
 }
 
 impl ImageRow {
-    fn new(known: &Known, live: Option<&Published>, proven: &BTreeSet<ImageId>, group: Option<&Group>) -> ImageRow {
+    fn new(known: &Known, live: Option<&Published>, evidence: &Shown, group: Option<&Group>) -> ImageRow {
         let image = known.best();
         let part = image.manifest().and_then(|manifest| manifest.group.as_ref());
         ImageRow {
             group: part.map(|part| PartOf::new(image.id, part, group)),
             persisting: storing(known, live).cloned(),
-            proven: proven.contains(&image.id),
+            evidence: evidence.of(&image.id),
             tags: Tagged::of(&known.tags()),
             ..ImageRow::of(image.id, &image.state, known.places().iter().map(ToString::to_string).collect())
         }
@@ -320,27 +329,43 @@ impl ImageRow {
             interval: manifest.and_then(|m| m.interval.clone()),
             reason: manifest.map(|m| m.reason),
             lineage: manifest.map(|m| m.lineage.clone()),
+            evidence: Evidence::Taken,
             proven: false,
             group: manifest.and_then(|m| Some(PartOf::new(id, m.group.as_ref()?, None))),
             tags: Tagged::default(),
+            not_rehearsed: None,
+        }
+    }
+
+    /// What has shown that it can be restored, for people.
+    fn evidence_in_words(&self) -> Option<&'static str> {
+        match self.evidence {
+            _ if self.state != "good" => None,
+            Evidence::Taken if self.not_rehearsed.is_some() => Some(NOT_REHEARSED),
+            evidence => Some(evidence.as_str()),
         }
     }
 }
 
 fn images(folder: &JobFolder) -> anyhow::Result<Vec<ImageRow>> {
-    let (live, proven, known) = (Published::live(folder)?, folder.proven()?, folder.known()?);
+    let (live, known) = (Published::live(folder)?, folder.known()?);
+    let (evidence, proven) = (folder.evidence()?, folder.proven()?);
     let line = folder.to_continue_from(&known);
     let group = group::published(folder);
     // A store that is damaged is listed, too. A list is not worth reading the index of all packs of a large one.
     let is_small = folder.packs().names().is_ok_and(|packs| packs.len() <= MOST_PACKS);
     let survey = is_small.then(|| Survey::of(folder, 0).ok()).flatten();
+    let last = live.clone().or_else(|| Published::read(&folder.state_file()).ok());
+    let not_rehearsed = last.and_then(|last| last.not_rehearsed);
     let row = |known: &Known| ImageRow {
+        not_rehearsed: not_rehearsed.clone(),
         nth_newest: line.iter().position(|id| *id == known.id()).map(|n| n + 1),
         frees: survey
             .as_ref()
             .filter(|_| known.copy(Place::Stored).is_some())
             .map(|it| it.sizes().freed(&[known.id()])),
-        ..ImageRow::new(known, live.as_ref(), &proven, group.as_ref())
+        proven: proven.contains(&known.id()),
+        ..ImageRow::new(known, live.as_ref(), &evidence, group.as_ref())
     };
     Ok(known.iter().map(row).collect())
 }
@@ -401,6 +426,11 @@ fn print(job: &JobName, rows: &[ImageRow], format: Format) -> anyhow::Result<()>
         cells
     });
     print_table(format, &columns, cells, &rows)?;
+    if format == Format::Text
+        && let Some(why) = rows.iter().find(|row| row.evidence_in_words() == Some(NOT_REHEARSED))
+    {
+        why.not_rehearsed.iter().try_for_each(|why| print_note(NOT_REHEARSED, why))?;
+    }
     if format == Format::Text && terminal_width().is_some() {
         // What is wrong must not be cut.
         let unsound = rows.iter().filter_map(|row| Some((row.id.to_string(), row.detail.as_ref()?)));
@@ -421,9 +451,11 @@ fn age(age: TimeDelta) -> String {
 }
 
 fn state(row: &ImageRow) -> String {
+    // What is wrong with an image counts more than what was shown before.
+    let evidence = row.evidence_in_words().map(|words| format!(", {words}")).unwrap_or_default();
     let proven = if row.proven { ", proven" } else { "" };
     let detail = row.detail.as_ref().map(|detail| format!(": {detail}")).unwrap_or_default();
-    format!("{}{proven}{detail}", row.state)
+    format!("{}{evidence}{proven}{detail}", row.state)
 }
 
 /// How far the image is on its way to the store. The supervisor publishes this for a moment after the image is there.

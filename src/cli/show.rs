@@ -18,7 +18,7 @@ use rekindle_engine::parts::gpu::placement::{self as gpus, Plan, Wishes};
 use rekindle_engine::restore::compat::{self, Difference, Here};
 use rekindle_os::process;
 use rekindle_store::manifest::{Landing, Phase};
-use rekindle_store::{Known, Manifest, Place, State, Tag};
+use rekindle_store::{Evidence, Known, Manifest, Place, Shown, State, Tag};
 
 /// One copy of the image.
 #[derive(Debug, Serialize)]
@@ -29,10 +29,12 @@ struct Copy {
 
 /// The manifest, and facts that are not in it.
 #[derive(Debug, Serialize)]
-struct Shown<'a> {
+struct Image<'a> {
     #[serde(flatten)]
     manifest: &'a Manifest,
     copies: Vec<Copy>,
+    /// What has shown that it can be restored: taken (nothing yet), rehearsed or restored.
+    evidence: Evidence,
     /// Whether the job has lived for restart.min-uptime after it was taken or restored.
     proven: bool,
     /// Whether it is pinned: no rule removes it.
@@ -89,7 +91,8 @@ pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
     let live = Published::live(&folder)?;
     let persisting = storing(&known, live.as_ref());
     let image = known.best();
-    let proven = folder.proven()?.contains(&image.id);
+    let (shown, proven) = (folder.evidence()?, folder.proven()?.contains(&image.id));
+    let evidence = shown.of(&image.id);
     let part = image.manifest().and_then(|manifest| manifest.group.as_ref());
     let part = part.map(|part| PartOf::new(image.id, part, group::published(&folder).as_ref()));
     match (global.format(), image.manifest()) {
@@ -98,9 +101,10 @@ pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
             let (pinned, tags) = (known.tags().is_pinned(), known.tags().iter().cloned().collect());
             let here = look(global, manifest, live.as_ref())?;
             let (differences, devices) = (compat::compare(manifest, &here), Devices::of(manifest, &here));
-            print_json(&Shown {
+            print_json(&Image {
                 manifest,
                 copies: copies.collect(),
+                evidence,
                 proven,
                 pinned,
                 tags,
@@ -112,7 +116,15 @@ pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
         }
         (_, Some(manifest)) => {
             let here = look(global, manifest, live.as_ref())?;
-            print_pairs(&describe(&known, manifest, proven, live.as_ref(), &here, part.as_ref()))?
+            print_pairs(&describe(
+                &known,
+                manifest,
+                &evidence_in_words(evidence, &shown),
+                proven,
+                live.as_ref(),
+                &here,
+                part.as_ref(),
+            ))?
         }
         (_, None) => {
             let State::Damaged { why } = &image.state else { return Ok(Exit::Unsound) };
@@ -143,6 +155,19 @@ fn used(m: &Manifest, uuid: &str) -> String {
     }
 }
 
+fn evidence_in_words(evidence: Evidence, shown: &Shown) -> String {
+    match (evidence, shown.awaits()) {
+        (Evidence::Taken, Some(versions)) => {
+            format!(
+                "taken: nothing was rehearsed or restored yet with {versions}, which this version of rekindle does not know"
+            )
+        }
+        (Evidence::Taken, None) => "taken: it was neither rehearsed nor restored yet".into(),
+        (Evidence::Rehearsed, _) => "rehearsed: all its processes were restored beside the job, and did not run".into(),
+        (Evidence::Restored, _) => "restored: the job ran from it".into(),
+    }
+}
+
 fn proven_in_words(proven: bool) -> &'static str {
     match proven {
         true => "yes: the job has lived for restart.min-uptime after this image",
@@ -153,6 +178,7 @@ fn proven_in_words(proven: bool) -> &'static str {
 fn describe(
     known: &Known,
     m: &Manifest,
+    evidence: &str,
     proven: bool,
     live: Option<&Published>,
     here: &Here,
@@ -168,6 +194,7 @@ fn describe(
         ("image", m.id.to_string()),
         ("job", m.job.to_string()),
         ("state", state),
+        ("evidence", evidence.to_owned()),
         ("proven", proven_in_words(proven).into()),
         ("taken", moment(m.taken)),
         ("lineage", m.lineage.clone()),

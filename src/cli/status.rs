@@ -10,6 +10,7 @@ use serde::{Serialize, Serializer};
 use serde_json::Value;
 
 use super::find::{self, Finder, PATIENCE, Refused};
+use super::list::NOT_REHEARSED;
 use super::output::{Column, Format, is_unread, print_json, print_note, print_table, print_text, time};
 use super::{Exit, Global, complete, ended, group};
 use crate::control::client;
@@ -18,7 +19,7 @@ use crate::published::{Group, Published, ShownState};
 use rekindle_base::chain;
 use rekindle_base::units::size;
 use rekindle_store::staging::leftovers::Leftover;
-use rekindle_store::{JobFolder, JobName, JobRecord, Outcome};
+use rekindle_store::{Evidence, JobFolder, JobName, JobRecord, Outcome};
 
 /// Which job's status, and how often.
 #[derive(Debug, clap::Args)]
@@ -74,6 +75,8 @@ struct Row {
     uptime_s: Option<i64>,
     /// Time since the last snapshot, in seconds.
     last_age_s: Option<i64>,
+    /// What has shown that the last image can be restored: taken (nothing yet), rehearsed or restored.
+    last_evidence: Option<Evidence>,
     /// Time since the newest committed group image, in seconds.
     group_image_age_s: Option<i64>,
     /// The published state.
@@ -210,6 +213,7 @@ impl Row {
             why: Some(chain(refused.error.as_ref())),
             uptime_s: None,
             last_age_s: None,
+            last_evidence: None,
             group_image_age_s: None,
             published: None,
             command: Vec::new(),
@@ -236,6 +240,7 @@ fn row(folder: &JobFolder, live: Option<Published>, source: &'static str, now: D
         published.group = published.group.take().map(Group::of_the_past);
     }
     let seconds = |time: TimeDelta| time.num_seconds().max(0);
+    let shown = folder.evidence()?;
     Ok(Row {
         job: folder.name().clone(),
         store: folder.store().to_owned(),
@@ -244,6 +249,7 @@ fn row(folder: &JobFolder, live: Option<Published>, source: &'static str, now: D
         why,
         uptime_s: published.as_ref().filter(|_| is_live).map(|it| seconds(now - it.begun)),
         last_age_s: published.as_ref().and_then(|it| it.last_image).map(|image| seconds(now - image.taken())),
+        last_evidence: published.as_ref().and_then(|it| it.last_image).map(|image| shown.of(&image)),
         group_image_age_s: published.as_ref().and_then(|it| {
             let taken = it.group.as_ref()?.newest_committed()?.taken()?;
             Some(seconds(now - taken))
@@ -268,7 +274,7 @@ fn print(rows: &[Row], one: bool, stores: bool, format: Format) -> anyhow::Resul
             dash(known.map(|it| gpus(&it.gpus)).filter(|text| !text.is_empty())),
             dash(row.uptime_s.map(time)),
             dash(known.filter(|_| row.uptime_s.is_some()).map(|it| it.restarts.to_string())),
-            dash(row.last_age_s.map(|age| format!("{} ago", time(age)))),
+            dash(row.last_age_s.map(|age| format!("{} ago{}", time(age), evidence(row)))),
             dash(known.and_then(|it| it.last_freeze_us).map(super::list::milliseconds)),
             dash(known.and_then(|it| it.last_bytes).map(size)),
             dash(known.and_then(|it| it.next).map(|at| format!("in {}", time((at - now).num_seconds().max(0))))),
@@ -286,6 +292,16 @@ fn print(rows: &[Row], one: bool, stores: bool, format: Format) -> anyhow::Resul
         }
     }
     Ok(())
+}
+
+/// What has shown that the last image can be restored.
+fn evidence(row: &Row) -> String {
+    let known = row.published.as_ref().map(|shown| &shown.typed);
+    match row.last_evidence {
+        Some(Evidence::Taken) if known.is_some_and(|it| it.not_rehearsed.is_some()) => format!(", {NOT_REHEARSED}"),
+        Some(evidence) => format!(", {evidence}"),
+        None => String::new(),
+    }
 }
 
 fn state(row: &Row) -> String {
@@ -325,6 +341,7 @@ fn notes(row: &Row) -> Vec<String> {
         notes.push(failure(it.last_failure.as_ref(), "the newest snapshot failed"));
         notes.push(failure(it.persist_failure.as_ref(), "not in the store"));
         notes.push(failure(it.replica_failure.as_ref(), "not in the replica"));
+        notes.push(failure(it.not_rehearsed.as_ref(), NOT_REHEARSED));
         notes.push(failure(it.rehearsal_failure.as_ref(), "could not be restored in a rehearsal"));
     }
     notes.push(row.left_in_memory.as_ref().map(|left| format!("{left}: {}", left.advice())));

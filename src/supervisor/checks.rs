@@ -1,9 +1,10 @@
-//! Checks whether images can be restored: proofs by the life of the job, rehearsals beside it, and a search of the
-//! store for damage. None of it affects the job.
+//! Checks of images: whether the job lives on after them, whether they can be restored, and whether the store is
+//! damaged. None of it affects the job.
 
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
+use super::evidence::Unwritten;
 use super::images::LOOK;
 use super::proof::{Proofs, counts};
 use super::rehearse::Rehearsals;
@@ -16,6 +17,7 @@ use rekindle_os::spawn::Ended;
 pub(super) struct Checks {
     pub(super) proofs: Proofs,
     pub(super) rehearsals: Rehearsals,
+    pub(super) evidence: Unwritten,
     verifier: Option<Verifier>,
     /// When to look next whether memory is short.
     memory: Instant,
@@ -27,6 +29,7 @@ impl Checks {
         Checks {
             proofs: Proofs::new(setup.config.watch.watched()),
             rehearsals,
+            evidence: Unwritten::default(),
             verifier: None,
             memory: Instant::now() + LOOK,
         }
@@ -72,7 +75,7 @@ impl Checks {
     /// A proof is recorded only while the job lives: the end of a job does not wait for one.
     pub(super) fn next_wake(&self, min_uptime: Duration, state: &State, ended: Option<Ended>) -> Option<Instant> {
         let proofs = self.proofs.next_wake(min_uptime).filter(|_| counts(state, ended));
-        proofs.into_iter().chain(self.rehearsals.next_wake()).min()
+        proofs.into_iter().chain(self.rehearsals.next_wake()).chain(self.evidence.next_wake()).min()
     }
 }
 
@@ -84,7 +87,13 @@ mod tests {
     use rekindle_store::ImageId;
 
     fn checks(now: Instant) -> Checks {
-        Checks { proofs: Proofs::default(), rehearsals: Rehearsals::new(None), verifier: None, memory: now }
+        Checks {
+            proofs: Proofs::default(),
+            rehearsals: Rehearsals::new(None),
+            evidence: Unwritten::default(),
+            verifier: None,
+            memory: now,
+        }
     }
 
     #[test]

@@ -47,6 +47,7 @@ impl Published {
             last_replicated: None,
             replica_failure: None,
             rehearsal_failure: None,
+            not_rehearsed: None,
             deadline: None,
             predicted: None,
             last_end: None,

@@ -22,7 +22,7 @@ use crate::telemetry::events::What;
 use rekindle_engine::launch::Privileges;
 use rekindle_engine::restore::rehearsal::{Outcome, Script};
 use rekindle_os::spawn::Spawn;
-use rekindle_store::{ImageId, Place};
+use rekindle_store::{Evidence, ImageId, Place};
 
 /// Pause before another look if a rehearsal is due while the job does not just run.
 const BUSY: Duration = Duration::from_secs(10);
@@ -221,6 +221,7 @@ impl Owner<'_> {
                     "image {image} was restored in a rehearsal, in {}; no instruction of the job ran",
                     shown(Duration::from_millis(took))
                 );
+                self.checks.evidence.note(image, Evidence::Rehearsed, self.setup, Instant::now());
                 self.tell(What::Rehearsed { image, took_us: took.saturating_mul(1000) });
             }
             Finding::RefusedOnce { why } => tracing::debug!("image {image} was refused in a rehearsal: {why}"),

@@ -33,7 +33,7 @@ use rekindle_os::spawn::Ended;
 use rekindle_replica::OnDemand;
 use rekindle_store::persist::Progress;
 use rekindle_store::unpack;
-use rekindle_store::{BadMark, BadWhy, Image, ImageId, JobName};
+use rekindle_store::{BadMark, BadWhy, Evidence, Image, ImageId, JobName};
 
 pub(super) struct StartedJob {
     job: Job,
@@ -130,7 +130,9 @@ impl Owner<'_> {
         }
         self.checks.proofs.end_of_life();
         if let State::Starting { from: StartPoint::Image(image), .. } = self.machine.state() {
-            self.checks.proofs.expect(*image, self.watch.starts, self.setup, Instant::now());
+            let (image, now) = (*image, Instant::now());
+            self.checks.proofs.expect(image, self.watch.starts, self.setup, now);
+            self.checks.evidence.note(image, Evidence::Restored, self.setup, now);
         }
         // Only now: rotation keeps the image because it is the first one to be proven, and the base of the line.
         self.transfers.arrived();

@@ -30,6 +30,7 @@
 pub mod chunk;
 mod draft;
 mod error;
+mod evidence;
 mod file_error;
 mod files;
 mod folder;
@@ -71,6 +72,7 @@ pub mod unpack;
 mod verify;
 
 pub use error::{Error, Result};
+pub use evidence::{Evidence, Shown};
 pub use file_error::{FileError, failed};
 pub use folder::JobFolder;
 pub use holder::{HEARTBEAT, Holder};

@@ -1,6 +1,7 @@
 //! The store as a whole, on real files.
 
 mod damage;
+mod evidence;
 mod full;
 mod killed;
 mod leftovers;

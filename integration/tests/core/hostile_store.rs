@@ -200,7 +200,7 @@ fn nobody_waits_for_a_fifo_elsewhere() {
     let pack = ground.lab.job().packs().names().unwrap()[0];
     let pack = ["pack", "idx", "gone"].map(|kind| format!("packs/{pack}.{kind}"));
     let of_image = ["manifest.json", "bad.json", "tags.json", "chunks"].map(|name| format!("{image}/{name}"));
-    let of_job = ["lock", "job.json", "state.json", "result.json", "proven.json"].map(str::to_owned);
+    let of_job = ["lock", "job.json", "state.json", "result.json", "proven.json", "evidence.json"].map(str::to_owned);
     let mut cases = Cases::default();
     for name in of_job.into_iter().chain(of_image).chain(pack) {
         ground.reset();
@@ -405,7 +405,7 @@ fn nothing_is_written_through_a_linked_file() {
     let Some(ground) = Ground::new() else { return };
     let image = format!("images/{}", ground.lab.images()[0].id);
     let of_image = ["manifest.json", "bad.json", "tags.json", "chunks"].map(|name| format!("{image}/{name}"));
-    let of_job = ["lock", "job.json", "state.json", "result.json", "proven.json"].map(str::to_owned);
+    let of_job = ["lock", "job.json", "state.json", "result.json", "proven.json", "evidence.json"].map(str::to_owned);
     let more = ["state.json.tmp", ".tmp-state.json", "log/stdout.log.1", "log/events.jsonl.1"].map(str::to_owned);
     let mut cases = Cases::default();
     let (copied, secret) = (ground.outside.join("copied"), ground.outside.join("secret"));

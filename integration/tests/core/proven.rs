@@ -42,8 +42,45 @@ fn the_newest_proven_image_stays_until_a_newer_one_is_proven() {
     run.wait_said("the job was restored from image 000004");
     run.wait_for("image 4 is proven", || proven(&lab) == [4, 1]);
     let table = lab.rekindle(&["list", "j"]);
-    assert!(String::from_utf8_lossy(&table.stdout).contains("good, proven"), "{table:?}");
+    assert!(String::from_utf8_lossy(&table.stdout).contains("good, restored, proven"), "{table:?}");
     run.snapshot(&lab);
     run.wait_for("image 1 went", || lab.good() == [5, 4]);
     finish(&lab, run);
+}
+
+/// What `list`, `show` and `status` say about an image: taken, rehearsed or restored.
+fn evidence(lab: &Lab, number: usize) -> [String; 3] {
+    let json = |args: &[&str]| serde_json::from_slice::<serde_json::Value>(&lab.rekindle(args).stdout).unwrap();
+    let listed = json(&["list", "j", "--json"]);
+    let mut rows = listed.as_array().unwrap().iter();
+    let row = rows.find(|row| row["id"].as_str().unwrap().starts_with(&format!("{number:06}"))).unwrap();
+    let shown = json(&["show", &format!("j/{number}"), "--json"]);
+    let status = json(&["status", "j", "--json"]);
+    [&row["evidence"], &shown["evidence"], &status["last_evidence"]].map(|word| word.as_str().unwrap_or("-").to_owned())
+}
+
+#[test]
+fn taken_rehearsed_and_restored_are_told_apart() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("snapshot.rehearse", "\"off\"");
+    let run = until_after_snapshot(&lab, "plain");
+    assert_eq!(evidence(&lab, 1), ["taken"; 3]);
+    lab.kill_9(run);
+    assert_eq!(evidence(&lab, 1), ["taken"; 3]);
+    let lab = lab.set("snapshot.rehearse", "\"1day\"");
+    let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
+    run.wait_said("the job was restored from image 000001");
+    run.wait_for("it counts as restored", || evidence(&lab, 1)[..2] == ["restored", "restored"]);
+    run.snapshot(&lab);
+    run.wait_for("the second is rehearsed", || evidence(&lab, 2) == ["rehearsed"; 3]);
+    let text = |args: &[&str]| String::from_utf8_lossy(&lab.rekindle(args).stdout).into_owned();
+    assert!(text(&["status", "j"]).contains("ago, rehearsed"));
+    run.snapshot(&lab);
+    assert_eq!(evidence(&lab, 3), ["taken"; 3], "one of the same kinds was rehearsed, and not this one");
+    // It survives the supervisor.
+    lab.kill_9(run);
+    let listed = text(&["list", "j"]);
+    assert_eq!(["good, taken", "good, rehearsed", "good, restored"].map(|words| listed.contains(words)), [true; 3]);
+    let shown = text(&["show", "j/2"]);
+    assert!(shown.contains("rehearsed: all its processes were restored beside the job"), "{shown}");
 }
