@@ -66,7 +66,7 @@ impl Replica {
     /// read.
     ///
     /// # Errors
-    /// [`Error::Store`]: it is unknown which images are of the present run, or proven. [`Error::Remote`],
+    /// [`Error::Store`]: it is unknown which images are of the present run, or proven, or were rehearsed or restored. [`Error::Remote`],
     /// [`Error::Cancelled`].
     pub fn retain(&self, keep: Keep, folder: &JobFolder, cancelled: Cancelled<'_>) -> Result<Removed> {
         self.client.check_is_not(folder.path())?;
@@ -79,7 +79,7 @@ impl Replica {
             (Some(record), Some(manifest)) => record.has(image.id, &manifest.lineage),
             _ => true,
         };
-        for id in expendable(&images, keep, &folder.proven()?, &is_ours) {
+        for id in expendable(&images, keep, [&folder.proven()?, &folder.evidence()?.with_evidence()], &is_ours) {
             for file in [Of::Manifest, Of::Chunks, Of::Mark] {
                 self.client.delete(&layout::of_image(id, file), cancelled)?;
             }
@@ -271,12 +271,13 @@ impl Old {
 }
 
 /// The images to remove, oldest first: good ones beyond this many, where ours count first, and bad ones beyond as many
-/// bad ones, because a mark may be wrong. While there is no good one all are kept. The newest proven one is kept until a
-/// newer one is proven, of all and of ours; an unreadable one is neither counted nor removed.
+/// bad ones, because a mark may be wrong. While there is no good one all are kept. The newest of each of these `sets` (the
+/// proven ones; those that were rehearsed or restored) is kept, of all and of ours; an unreadable one is neither counted
+/// nor removed.
 fn expendable(
     images: &[RemoteImage],
     kept: Keep,
-    proven: &BTreeSet<ImageId>,
+    sets: [&BTreeSet<ImageId>; 2],
     is_ours: &dyn Fn(&RemoteImage) -> bool,
 ) -> Vec<ImageId> {
     let (Keep::Newest(last) | Keep::Parts { last, .. }) = kept;
@@ -290,10 +291,12 @@ fn expendable(
     if good.clone().next().is_none() {
         return Vec::new();
     }
-    let proven: Vec<&RemoteImage> = good.clone().filter(|image| proven.contains(&image.id)).collect();
-    let newest = |proven: &mut dyn Iterator<Item = &&RemoteImage>| proven.map(|image| image.id).max();
     // The job does not go back to one of another line.
-    let proven = [newest(&mut proven.iter()), newest(&mut proven.iter().filter(|image| is_ours(image)))];
+    let newest = |set: &BTreeSet<ImageId>| {
+        let of = good.clone().filter(|image| set.contains(&image.id));
+        [of.clone().map(|image| image.id).max(), of.filter(|image| is_ours(image)).map(|image| image.id).max()]
+    };
+    let firm = sets.map(newest).concat();
     let number = |image: &RemoteImage| Some(image.manifest()?.group.as_ref()?.number);
     // On a machine with a new store, names of images may begin again. They are the newest first otherwise.
     let counted: Vec<&RemoteImage> = match kept {
@@ -310,7 +313,7 @@ fn expendable(
     let mut gone: Vec<ImageId> = counted
         .into_iter()
         .skip(keep)
-        .filter(|image| !proven.contains(&Some(image.id)))
+        .filter(|image| !firm.contains(&Some(image.id)))
         .chain(images.iter().filter(is_bad).skip(keep))
         .map(|it| it.id)
         .collect();
@@ -340,7 +343,7 @@ mod tests {
     }
 
     fn gone_but_proven(kinds: &[Kind], keep_last: u32, proven: &[u32]) -> Vec<u32> {
-        let proven = proven.iter().map(|n| ImageId::new(*n, DateTime::UNIX_EPOCH)).collect();
+        let proven: BTreeSet<_> = proven.iter().map(|n| ImageId::new(*n, DateTime::UNIX_EPOCH)).collect();
         let damaged = |kind| State::Damaged { why: Damage { kind, detail: String::new() } };
         let state = |kind| {
             let manifest = Box::new(serde_json::from_str::<Manifest>(rekindle_testing::MANIFEST).unwrap());
@@ -358,10 +361,12 @@ mod tests {
         let images = numbers
             .zip(kinds)
             .map(|(n, kind)| RemoteImage { id: ImageId::new(n, DateTime::UNIX_EPOCH), state: state(*kind) });
-        expendable(&images.collect::<Vec<_>>(), Keep::Newest(keep_last), &proven, &|_| true)
-            .iter()
-            .map(ImageId::sequence)
-            .collect()
+        let images: Vec<_> = images.collect();
+        let gone = |sets| expendable(&images, Keep::Newest(keep_last), sets, &|_| true);
+        let none = BTreeSet::new();
+        let gone_of_one = gone([&proven, &none]);
+        assert_eq!(gone([&none, &proven]), gone_of_one, "rehearsed or restored ones are kept in the same way");
+        gone_of_one.iter().map(ImageId::sequence).collect()
     }
 
     #[test]
@@ -389,7 +394,10 @@ mod tests {
         };
         let gone = |images: &[RemoteImage], last, whole| -> Vec<u32> {
             let keep = Keep::Parts { last, whole };
-            expendable(images, keep, &BTreeSet::new(), &|_| true).iter().map(ImageId::sequence).collect()
+            expendable(images, keep, [&BTreeSet::new(), &BTreeSet::new()], &|_| true)
+                .iter()
+                .map(ImageId::sequence)
+                .collect()
         };
         let images = [part(5, 9), part(4, 8), part(3, 7), part(2, 6), part(1, 5)];
         assert_eq!(gone(&images, 1, 7), [1, 2], "the newer ones are not whole yet");
@@ -413,14 +421,14 @@ mod tests {
         };
         let gone = |images: &[RemoteImage], last| -> Vec<u32> {
             let is_ours = |image: &RemoteImage| image.manifest().unwrap().lineage == "new";
-            let gone = expendable(images, Keep::Newest(last), &BTreeSet::new(), &is_ours);
+            let gone = expendable(images, Keep::Newest(last), [&BTreeSet::new(), &BTreeSet::new()], &is_ours);
             gone.iter().map(ImageId::sequence).collect()
         };
         // The job went back to an image, and none of those taken since is proven.
         let proven = BTreeSet::from([id_of(4), id_of(9)]);
         let rewound = [image(11, "new"), image(10, "new"), image(9, "old"), image(8, "old"), image(4, "new")];
         let is_ours = |image: &RemoteImage| image.manifest().unwrap().lineage == "new";
-        assert_eq!(expendable(&rewound, Keep::Newest(2), &proven, &is_ours), [id_of(8)]);
+        assert_eq!(expendable(&rewound, Keep::Newest(2), [&proven, &BTreeSet::new()], &is_ours), [id_of(8)]);
         let old = [image(102, "old"), image(101, "old"), image(100, "old")];
         assert_eq!(gone(&[&old[..], &[image(1, "new")]].concat(), 2), [100, 101]);
         assert_eq!(gone(&[&old[..], &[image(2, "new"), image(1, "new")]].concat(), 2), [100, 101, 102]);

@@ -9,7 +9,9 @@
 //! - The newest good image is kept. While there is no good image, all are kept.
 //! - The newest good image that is proven is kept until a newer one is proven: the job may be unable to continue from
 //!   any of the newer ones.
-//! - Both apply separately to the images of the current line: after a rewind, the images of the old line are newer.
+//! - The newest good image that was rehearsed or restored is kept until a newer one was: that the others can be restored
+//!   has not been shown. Where no rehearsal can run, no image has such evidence, and this keeps none.
+//! - All three apply separately to the images of the current line: after a rewind, the images of the old line are newer.
 //! - The image that will be proven next is kept until it is, unless there is no space: if images are taken faster than
 //!   they are proven, none would ever be proven.
 //! - No rule and no bound removes a pinned image, or a good one that is a part of a group image.
@@ -36,6 +38,7 @@ use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 
+use super::evidence::Evidence;
 use super::id::ImageId;
 pub use facts::{FactKind, Facts, Line, Pin, Policy, Proof, Room, Use, Whole, await_proof};
 pub(crate) use reason::KeepReason;
@@ -132,6 +135,7 @@ fn expendable(facts: &[Facts], plan: &Plan) -> Vec<ImageId> {
         KeepReason::NewestGood
         | KeepReason::NewestOfLine
         | KeepReason::NewestProven
+        | KeepReason::NewestShown
         | KeepReason::Pinned
         | KeepReason::MaybePinned
         | KeepReason::PartOfGroup
@@ -168,7 +172,9 @@ fn by_rules(facts: &[Facts], policy: &Policy, now: DateTime<Utc>) -> Plan {
         |which: &dyn Fn(&Facts) -> bool| facts.iter().find(|it| it.kind == FactKind::Good && which(it)).map(|it| it.id);
     let is_proven = |it: &Facts| it.proof == Proof::Proven;
     let is_ours = |it: &Facts| it.line == Line::Ours;
-    let (ours, proven) = (newest(&is_ours), [newest(&is_proven), newest(&|it| is_proven(it) && is_ours(it))]);
+    let is_shown = |it: &Facts| it.evidence > Evidence::Taken;
+    let of_all_and_ours = |which: &dyn Fn(&Facts) -> bool| [newest(which), newest(&|it| which(it) && is_ours(it))];
+    let (ours, proven, shown) = (newest(&is_ours), of_all_and_ours(&is_proven), of_all_and_ours(&is_shown));
     let any_good = facts.iter().any(|it| it.kind == FactKind::Good);
     let mut rules = Rules::new(policy, now);
     let mut bad = 0_u32;
@@ -187,6 +193,7 @@ fn by_rules(facts: &[Facts], policy: &Policy, now: DateTime<Utc>) -> Plan {
         if !reasons.contains(&KeepReason::NewestGood) {
             reasons.extend((ours == Some(it.id)).then_some(KeepReason::NewestOfLine));
             reasons.extend(proven.contains(&Some(it.id)).then_some(KeepReason::NewestProven));
+            reasons.extend(shown.contains(&Some(it.id)).then_some(KeepReason::NewestShown));
         }
         if it.kind == FactKind::Good && it.proof == Proof::Awaited {
             reasons.push(KeepReason::Awaited);

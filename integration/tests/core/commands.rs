@@ -291,9 +291,14 @@ fn what_does_not_fit_into_the_store_stays_in_memory() {
     finish(&lab, run);
 }
 
+/// Where no image is kept because it was rehearsed.
+fn unrehearsed() -> Option<Lab> {
+    Some(Lab::new()?.set("snapshot.rehearse", "\"off\""))
+}
+
 #[test]
 fn pruning_follows_the_plan() {
-    let Some(lab) = Lab::new().map(|lab| lab.set("store.keep-last", "4")) else { return };
+    let Some(lab) = unrehearsed().map(|lab| lab.set("store.keep-last", "4")) else { return };
     let mut run = until_after_snapshot(&lab, "plain");
     for _ in 0..3 {
         run.snapshot(&lab);
@@ -321,7 +326,7 @@ fn total(lab: &Lab) -> u64 {
 
 #[test]
 fn a_job_that_cannot_be_pruned_does_not_hinder_the_others() {
-    let Some(lab) = Lab::new().map(|lab| lab.set("store.keep-last", "4")) else { return };
+    let Some(lab) = unrehearsed().map(|lab| lab.set("store.keep-last", "4")) else { return };
     let mut run = until_after_snapshot(&lab, "plain");
     for _ in 0..3 {
         run.snapshot(&lab);
@@ -344,7 +349,7 @@ fn a_job_that_cannot_be_pruned_does_not_hinder_the_others() {
 
 #[test]
 fn pins_and_tags_are_kept_by_prune_and_found_again() {
-    let Some(lab) = Lab::new().map(|lab| lab.set("store.keep-last", "9")) else { return };
+    let Some(lab) = unrehearsed().map(|lab| lab.set("store.keep-last", "9")) else { return };
     let mut run = until_after_snapshot(&lab, "fresh-8");
     for _ in 0..4 {
         run.snapshot(&lab);

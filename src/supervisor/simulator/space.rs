@@ -7,9 +7,9 @@ use super::plants::Plant;
 use super::world::{World, tell};
 use crate::supervisor::memory::{Needed, turn};
 use crate::supervisor::state::State;
-use rekindle_store::ImageId;
 use rekindle_store::retention::admission::{self as room, Admission, Need};
 use rekindle_store::retention::{self, FactKind, Facts, Gathering, Line, Pin, Proof, Room, Sizes, Use, Whole};
+use rekindle_store::{Evidence, ImageId};
 
 impl World {
     fn facts(&self) -> (Vec<Facts>, Sizes, Room) {
@@ -27,6 +27,7 @@ impl World {
                 pin: Pin::None,
                 in_use: if held.contains(&Some(image.id)) { Use::Held } else { Use::None },
                 proof: if proven { Proof::Proven } else { Proof::None },
+                evidence: Evidence::Taken,
                 line: if line.as_ref().is_none_or(|line| line.may_have(&candidate(&(image, copy)))) {
                     Line::Ours
                 } else {

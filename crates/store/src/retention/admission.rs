@@ -1,8 +1,8 @@
 //! Is there space in the store for the next image, and what must be removed first? Decides, and changes nothing.
 //!
 //! Images that no rule keeps are removed first, then bad images, then the others, the oldest first, and no more than
-//! necessary. The newest good image, the newest proven one, pinned and unreadable ones are never removed; if that
-//! leaves too little space, nothing is removed at all.
+//! necessary. The newest good image, the newest proven one, the newest one that was rehearsed or restored, pinned and
+//! unreadable ones are never removed; if that leaves too little space, nothing is removed at all.
 
 use std::path::{Path, PathBuf};
 
@@ -94,7 +94,7 @@ pub enum Refusal {
         path: PathBuf,
     },
     /// Below the limit for the total size.
-    #[error("the image needs about {need}, and the images that cannot be removed take {stay} (the newest good one, the newest proven one, pinned and unreadable ones), more than store.max-total-size ({max}) together: raise it to {enough} or more, or remove pins with `rekindle unpin`", need = ByteSize::b(*need), stay = ByteSize::b(*stay), max = ByteSize::b(*max), enough = ByteSize::b(need.saturating_add(*stay)))]
+    #[error("the image needs about {need}, and the images that cannot be removed take {stay} (the newest good one, the newest proven one, the newest that was rehearsed or restored, pinned and unreadable ones), more than store.max-total-size ({max}) together: raise it to {enough} or more, or remove pins with `rekindle unpin`", need = ByteSize::b(*need), stay = ByteSize::b(*stay), max = ByteSize::b(*max), enough = ByteSize::b(need.saturating_add(*stay)))]
     MaxTotal {
         /// Bytes the image is likely to need.
         need: u64,

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 
+use crate::evidence::Evidence;
 use crate::id::ImageId;
 use crate::image::{DamageKind, Image, State};
 use crate::tag::Tags;
@@ -23,6 +24,8 @@ pub struct Facts {
     pub in_use: Use,
     /// Whether the job has shown that it can continue from it.
     pub proof: Proof,
+    /// What has shown that it can be restored, under whatever CRIU, kernel and driver.
+    pub evidence: Evidence,
     /// Whether it is on the job's current line.
     pub line: Line,
     /// Whether others need it.
@@ -114,7 +117,7 @@ pub fn await_proof(facts: &mut [Facts], waiting: &[ImageId]) {
     }
 }
 
-/// Reads the tags again. Proofs and the job's line are not known from an image.
+/// Reads the tags again. Proofs, evidence and the job's line are not known from an image.
 impl From<&Image> for Facts {
     fn from(image: &Image) -> Facts {
         let kind = match &image.state {
@@ -134,6 +137,7 @@ impl From<&Image> for Facts {
             pin: Pin::from(&image.tags()),
             in_use: Use::None,
             proof: Proof::None,
+            evidence: Evidence::Taken,
             line: Line::Ours,
             whole: match image.manifest().and_then(|manifest| manifest.group.as_ref()) {
                 Some(_) => Whole::Group,

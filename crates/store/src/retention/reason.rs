@@ -33,6 +33,8 @@ pub enum KeepReason {
     NewestOfLine,
     /// The newest proven image.
     NewestProven,
+    /// The newest image that was rehearsed or restored.
+    NewestShown,
     /// The image that will be proven next.
     Awaited,
     /// One of this many good images.
@@ -101,6 +103,7 @@ impl fmt::Display for KeepReason {
             KeepReason::NewestOfLine => f.write_str("newest since the rewind"),
             KeepReason::Awaited => f.write_str("next to become proven"),
             KeepReason::NewestProven => f.write_str("newest proven"),
+            KeepReason::NewestShown => f.write_str("newest that was rehearsed or restored"),
             KeepReason::OneOfTheLast(n) => write!(f, "one of the last {n}"),
             KeepReason::NewestOfHour => f.write_str("newest of its hour"),
             KeepReason::NewestOfDay => f.write_str("newest of its day"),
@@ -160,7 +163,7 @@ impl fmt::Display for Note {
         match self {
             Note::MaxTotal { left, max } => write!(
                 f,
-                "the images that cannot be removed (the newest good one, the newest proven one, pinned and unreadable ones) take {}, more than \
+                "the images that cannot be removed (the newest good one, the newest proven one, the newest that was rehearsed or restored, pinned and unreadable ones) take {}, more than \
                  store.max-total-size ({}): raise it, or remove pins with `rekindle unpin`",
                 ByteSize::b(*left),
                 ByteSize::b(*max)

@@ -73,13 +73,19 @@ impl Survey {
     /// [`Error::Read`].
     pub fn of(folder: &JobFolder, min_free: u64) -> Result<Survey> {
         let images = folder.images()?;
-        let proven = folder.proven()?;
+        let (proven, shown) = (folder.proven()?, folder.evidence()?);
         let proof = |id| if proven.contains(&id) { Proof::Proven } else { Proof::None };
         let ours = folder.line();
         let line = |image: &Image| if ours(image) { Line::Ours } else { Line::Other };
         let facts = images.iter();
-        let mut facts: Vec<Facts> =
-            facts.map(|image| Facts { proof: proof(image.id), line: line(image), ..Facts::from(image) }).collect();
+        let mut facts: Vec<Facts> = facts
+            .map(|image| Facts {
+                proof: proof(image.id),
+                evidence: shown.recorded(&image.id),
+                line: line(image),
+                ..Facts::from(image)
+            })
+            .collect();
         let index = folder.packs().index()?;
         let (mut sizes, mut needed) = (Gathering::<[u8; 16]>::default(), HashSet::<PackName>::new());
         let mut stuck = gc::check(&index).err();

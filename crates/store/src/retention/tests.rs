@@ -26,6 +26,7 @@ pub(super) fn fact(n: u32, seconds: i64, kind: FactKind) -> Facts {
         pin: Pin::None,
         in_use: Use::None,
         proof: Proof::None,
+        evidence: Evidence::Taken,
         line: Line::Ours,
         whole: Whole::Itself,
     }
@@ -230,11 +231,13 @@ pub(super) fn any_images() -> impl Strategy<Value = (Vec<Facts>, Pieces)> {
     let pin = prop_oneof![6 => Just(Pin::None), 1 => Just(Pin::Pinned), 1 => Just(Pin::Unreadable)];
     let pieces = prop::collection::btree_set(0_u8..24, 0..8);
     let proof = prop_oneof![3 => Just(Proof::None), 1 => Just(Proof::Proven)];
+    let evidence =
+        prop_oneof![3 => Just(Evidence::Taken), 1 => Just(Evidence::Rehearsed), 1 => Just(Evidence::Restored)];
     let line = prop_oneof![4 => Just(Line::Ours), 1 => Just(Line::Other)];
-    let one = (kind, pin, (proof, line), -1_000_000_i64..1_000_000, pieces);
+    let one = (kind, pin, (proof, evidence, line), -1_000_000_i64..1_000_000, pieces);
     let all = prop::collection::vec(one, 0..24).prop_map(|all| {
-        let each = (1..).zip(all).map(|(n, (kind, pin, (proof, line), clock, pieces))| {
-            let facts = Facts { pin, proof, line, ..fact(n, clock, kind) };
+        let each = (1..).zip(all).map(|(n, (kind, pin, (proof, evidence, line), clock, pieces))| {
+            let facts = Facts { pin, proof, evidence, line, ..fact(n, clock, kind) };
             (facts, (facts.id, pieces))
         });
         let (facts, pieces): (Vec<Facts>, BTreeMap<ImageId, BTreeSet<u8>>) = each.unzip();
@@ -267,14 +270,16 @@ pub(super) fn is_firm(it: &Facts, facts: &[Facts]) -> bool {
     firm || is_newest_of_its_kind(it, facts)
 }
 
-/// The newest proven image; and on the job's line, the newest and the newest proven image.
+/// The newest proven image, and the newest that was rehearsed or restored; and on the job's line, these and the newest.
 fn is_newest_of_its_kind(it: &Facts, facts: &[Facts]) -> bool {
     let newest =
         |which: fn(&Facts) -> bool| facts.iter().filter(|it| it.kind == Good && which(it)).map(|it| it.id).max();
     let proven = newest(|it| it.proof == Proof::Proven);
     let ours = newest(|it| it.line == Line::Ours);
     let both = newest(|it| it.proof == Proof::Proven && it.line == Line::Ours);
-    [proven, ours, both].contains(&Some(it.id))
+    let shown = newest(|it| it.evidence != Evidence::Taken);
+    let ours_shown = newest(|it| it.evidence != Evidence::Taken && it.line == Line::Ours);
+    [proven, ours, both, shown, ours_shown].contains(&Some(it.id))
 }
 
 proptest! {
@@ -401,6 +406,25 @@ fn the_newest_proven_image_stays_whatever_the_rules_and_bounds_say() {
     // Until a newer one is.
     facts[4].proof = Proof::Proven;
     assert_eq!(removed(&planned(&facts, &last(1))), [1, 2, 3]);
+}
+
+#[test]
+fn the_newest_rehearsed_or_restored_image_stays_for_none_that_is_neither() {
+    let mut facts = facts(&[Good, Good, Good, Bad, Good, Good]);
+    (facts[0].evidence, facts[1].evidence, facts[3].evidence) =
+        (Evidence::Restored, Evidence::Rehearsed, Evidence::Restored);
+    let plan = planned(&facts, &last(1));
+    assert_eq!(removed(&plan), [1, 3, 5], "not 2; that the bad one was restored does not count");
+    assert_eq!(reasons(&plan)[1], "newest that was rehearsed or restored");
+    let tight = Policy { max_total: Some(0), ..last(1) };
+    let plan = super::plan(&facts, &tight, at(0), &each(&facts, 10), &NO_NEED);
+    assert_eq!(removed(&plan), [1, 3, 4, 5]);
+    // Until a newer one is.
+    facts[4].evidence = Evidence::Rehearsed;
+    assert_eq!(removed(&planned(&facts, &last(1))), [1, 2, 3]);
+    // Of the job's line, too.
+    facts[4].line = Line::Other;
+    assert_eq!(removed(&planned(&facts, &last(1))), [1, 3]);
 }
 
 #[test]

@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 
 use super::*;
+use retention::Policy;
+use retention::survey;
 
 fn words(home: &Home) -> Vec<String> {
     let shown = home.folder.evidence().unwrap();
@@ -21,7 +23,9 @@ fn evidence_lasts_grows_and_is_forgotten_with_its_image() {
     note(&second, Evidence::Restored);
     note(&second, Evidence::Rehearsed);
     assert_eq!(words(&home), ["rehearsed", "restored", "taken"]);
-    home.folder.remove(&home.lock, &first.id).unwrap();
+    // The job was restored from the second: the rehearsed one may go.
+    survey::rotate(&home.folder, &home.lock, &Policy { keep_last: 1, ..Policy::default() }, 0).unwrap();
+    assert_eq!(home.folder.images().unwrap().iter().map(|image| image.id).collect::<Vec<_>>(), [third.id, second.id]);
     note(&third, Evidence::Rehearsed);
     let shown = home.folder.evidence().unwrap();
     assert_eq!(shown.with_evidence(), [second.id, third.id].into());
@@ -29,7 +33,7 @@ fn evidence_lasts_grows_and_is_forgotten_with_its_image() {
 }
 
 #[test]
-fn a_torn_file_is_no_evidence_and_an_unreadable_one_an_error() {
+fn a_torn_file_is_no_evidence_and_with_an_unreadable_one_nothing_is_removed() {
     let home = Home::new();
     let [first, _second]: [Image; 2] = std::array::from_fn(|n| home.publish(i64::try_from(n).unwrap()));
     let found = BTreeMap::from([(first.id, Evidence::Restored)]);
@@ -45,6 +49,9 @@ fn a_torn_file_is_no_evidence_and_an_unreadable_one_an_error() {
     fs::remove_file(&path).unwrap();
     fs::create_dir(&path).unwrap();
     assert!(home.folder.evidence().is_err());
+    let policy = Policy { keep_last: 1, ..Policy::default() };
+    assert!(survey::rotate(&home.folder, &home.lock, &policy, 0).is_err());
+    assert_eq!(home.folder.images().unwrap().len(), 2);
 }
 
 #[test]
