@@ -29,6 +29,8 @@ pub(crate) mod notices;
 pub(crate) mod rules;
 mod suspects;
 
+pub(crate) use suspects::form;
+
 use std::collections::{BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 

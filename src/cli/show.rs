@@ -168,6 +168,18 @@ fn evidence_in_words(evidence: Evidence, shown: &Shown) -> String {
     }
 }
 
+/// Whether it fits this machine. A bad image may fit, and is not restored all the same.
+fn restorable(state: &State, differences: &[Difference]) -> &'static str {
+    match (state, differences) {
+        (_, [first, ..]) if first.is_fatal() => "cannot be restored on this machine",
+        (State::Bad { .. }, _) => {
+            "restarts pass over it, because it is marked as bad; `rekindle unmark` removes the mark"
+        }
+        (_, []) => "can be restored on this machine",
+        _ => "might not work on this machine",
+    }
+}
+
 fn proven_in_words(proven: bool) -> &'static str {
     match proven {
         true => "yes: the job has lived for restart.min-uptime after this image",
@@ -209,14 +221,7 @@ fn describe(
     ];
     lines.extend(part.map(|part| ("part of", part.in_words())));
     lines.extend(Some(known.tags().to_string()).filter(|said| !said.is_empty()).map(|said| ("tags", said)));
-    lines.push((
-        "restore",
-        match differences.as_slice() {
-            [] => "can be restored on this machine".into(),
-            [first, ..] if first.is_fatal() => "cannot be restored on this machine".into(),
-            _ => "might not work on this machine".into(),
-        },
-    ));
+    lines.push(("restore", restorable(&known.best().state, &differences).into()));
     lines.extend(differences.iter().map(|difference| ("differs", difference.to_string())));
     lines.extend(known.copies().map(|copy| ("folder", format!("{} ({})", copy.dir.display(), copy.place))));
     if let Some(persisting) = persisting {
@@ -294,6 +299,16 @@ fn phases(phases: &[Phase], freeze_us: u64, has_cuda: bool) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rekindle_store::{BadMark, BadWhy};
+
+    #[test]
+    fn a_bad_image_is_not_said_to_be_restorable() {
+        let manifest = || Box::new(serde_json::from_str::<Manifest>(rekindle_testing::MANIFEST).unwrap());
+        let mark = BadMark { why: BadWhy::DoesNotRestore, detail: "bad size".into(), when: Default::default() };
+        assert_eq!(restorable(&State::Good(manifest()), &[]), "can be restored on this machine");
+        let words = restorable(&State::Bad { manifest: manifest(), mark }, &[]);
+        assert!(!words.contains("can be restored") && words.contains("rekindle unmark"), "{words}");
+    }
 
     #[test]
     fn the_phases_add_up_to_the_snapshot_and_to_the_freeze() {

@@ -33,7 +33,7 @@ impl Evidence {
             (Evidence::Died { ended, uptime }, Evidence::Died { ended: other, uptime: before }) => {
                 ended == other && uptime.abs_diff(*before) <= AT_ONE_MOMENT.max(*uptime.min(before) / 4)
             }
-            (Evidence::Refused(why), Evidence::Refused(other)) => why == other,
+            (Evidence::Refused(why), Evidence::Refused(other)) => form(why) == form(other),
             (Evidence::Hung, Evidence::Hung) => true,
             (Evidence::Died { .. } | Evidence::Refused(_) | Evidence::Hung, _) => false,
         }
@@ -53,6 +53,13 @@ impl Evidence {
             Evidence::Refused(why) => Finding::Mark { why: BadWhy::DoesNotRestore, detail: why.clone() },
         }
     }
+}
+
+/// The text of a failure without what differs each time: addresses, pids, and the numbers of images and slots. Two texts of
+/// one form are about the same failure.
+pub(crate) fn form(why: &str) -> String {
+    let words = why.split(|c: char| !c.is_alphanumeric()).filter(|word| !word.contains(|c: char| c.is_ascii_digit()));
+    words.filter(|word| !word.is_empty()).collect::<Vec<_>>().join(" ")
 }
 
 /// The reaction to a failure of an image.
@@ -125,14 +132,16 @@ impl Suspects {
         let suspect = self.images.entry(id).or_default();
         suspect.failures += 1;
         let before = std::mem::replace(&mut suspect.evidence, evidence);
-        match &suspect.evidence {
-            Some(now) if before.is_some_and(|before| now.is_like(&before)) => {
-                let mark = now.mark();
+        let now = suspect.evidence.as_ref();
+        // In the words that were told when it came first.
+        let mark = before.filter(|before| now.is_some_and(|now| now.is_like(before))).map(|before| before.mark());
+        match mark {
+            Some(mark) => {
                 suspect.skip();
                 mark
             }
-            _ if suspect.failures < TRIES => Finding::TryAgain,
-            _ => {
+            None if suspect.failures < TRIES => Finding::TryAgain,
+            None => {
                 suspect.skip();
                 Finding::PassOver
             }

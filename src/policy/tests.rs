@@ -449,6 +449,11 @@ fn a_mark_needs_the_same_failure_twice() {
     assert_eq!(walk.fails(2, refused("bad mode")), (2, WAITS, None), "another reason each time");
     assert_eq!(walk.fails(2, refused("bad size")), (2, WAITS, None));
     assert_eq!(walk.dies(2, CRASH), (1, AT_ONCE, None), "nor is a refusal a death");
+    // CRIU names addresses, pids and slots, which differ from one try to the next.
+    let object = |at: &str| format!("cannot unpack object {at} of slots/{}/pagemap.img", at.len() % 2);
+    let mut walk = Walk::new(&[3, 2, 1]);
+    assert_eq!(walk.fails(3, refused(&object("0x5555b1c0"))), (3, WAITS, None));
+    assert_eq!(walk.fails(3, refused(&object("0x7f00ea0"))), (2, AT_ONCE, Some(3)), "the same failure in other words");
     let mut walk = Walk::new(&[2, 1]);
     let exit = |code| Death::Ended(Ended::Exit(code));
     assert_eq!(walk.dies(2, exit(3)), (2, WAITS, None));

@@ -10,7 +10,7 @@ use chrono::Utc;
 use super::destination::Destination;
 use super::finding::Finding;
 use super::memory;
-use super::remarks::Repeats;
+use super::remarks::{self, Repeats};
 use super::signals::STOPS;
 use super::state::{Event, Finish, Harm, State};
 use super::times::{micros, shown};
@@ -204,7 +204,9 @@ impl Owner<'_> {
 
     /// Logs that a snapshot failed. With an interval it may fail for the same reason each time.
     fn log_failure(&self, why: &str) {
-        let text = format!("the snapshot failed, the job continues: {why}");
+        // Its end may be the cause of the failure, and its message comes only after this.
+        let is_over = self.life.job().is_none_or(|job| job.main_pid().is_none_or(process::is_ending));
+        let text = remarks::of_failed_snapshot(why, is_over);
         let remarks = &self.reporting.remarks;
         let line = remarks.repeats.failed("snapshot", &text, Instant::now());
         match line.or_else(|| remarks.is_asked_for.then(|| text.clone())) {

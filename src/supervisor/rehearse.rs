@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use super::state::State;
 use super::times::shown;
 use super::{Message, Owner, Setup};
+use crate::policy::form;
 use crate::telemetry::events::What;
 use rekindle_engine::launch::Privileges;
 use rekindle_engine::restore::rehearsal::{Outcome, Script};
@@ -78,12 +79,6 @@ impl Refusals {
         self.told = Some((words.clone(), known));
         Finding::Refused { why: words }
     }
-}
-
-/// A text without what differs each time: addresses, pids, and the numbers of images and slots.
-fn form(why: &str) -> String {
-    let words = why.split(|c: char| !c.is_alphanumeric()).filter(|word| !word.contains(|c: char| c.is_ascii_digit()));
-    words.filter(|word| !word.is_empty()).collect::<Vec<_>>().join(" ")
 }
 
 /// The result of a rehearsal.

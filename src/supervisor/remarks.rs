@@ -15,6 +15,12 @@ impl Said {
     }
 }
 
+/// What is logged about a snapshot that failed; `is_over` if the job has ended meanwhile.
+pub(super) fn of_failed_snapshot(why: &str, is_over: bool) -> String {
+    let and = if is_over { ", and the job has ended" } else { ", the job continues" };
+    format!("the snapshot failed{and}: {why}")
+}
+
 /// After this time a failure that still repeats is logged again.
 const AGAIN: Duration = Duration::from_secs(3600);
 
@@ -105,6 +111,12 @@ impl Remarks {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_job_that_has_ended_is_not_said_to_continue() {
+        assert_eq!(of_failed_snapshot("no room", false), "the snapshot failed, the job continues: no room");
+        assert!(!of_failed_snapshot("dump: it is gone", true).contains("continues"));
+    }
 
     #[test]
     fn a_note_is_said_again_only_after_a_snapshot_without_it() {
