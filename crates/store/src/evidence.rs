@@ -96,7 +96,9 @@ impl Shown {
     fn add(&mut self, id: ImageId, evidence: Evidence) {
         let known = self.images.entry(id).or_default();
         *known = evidence.max(*known);
-        self.worked = self.awaits.take().or(self.worked.take());
+        if let Some(awaited) = self.awaits.take() {
+            self.worked = Some(awaited);
+        }
     }
 
     fn under(&mut self, untried: Option<&str>) {
