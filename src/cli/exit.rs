@@ -140,6 +140,7 @@ pub(crate) fn of_error(error: &anyhow::Error, is_store_typed: bool) -> Exit {
         if cause.is::<rekindle_criu::FindError>()
             || cause.is::<launch::uplink::Missing>()
             || cause.is::<super::run::NoRights>()
+            || cause.is::<super::run::CannotRestore>()
             || cause.is::<rekindle_etcd::Error>()
             || cause.is::<super::replica::Unknown>()
             || cause.is::<super::replica::NotFetched>()

@@ -5,6 +5,7 @@ mod group;
 mod prepare;
 mod provide;
 mod start;
+mod tried;
 mod turn;
 
 use std::ffi::{OsStr, OsString};
@@ -42,6 +43,7 @@ use rekindle_store::manifest::words;
 use rekindle_store::{Image, JobFolder, JobName, JobPath, Outcome, State, WriterLock};
 pub(crate) use start::{NoUsableImage, Obstructed};
 use start::{Start, choose, default_name, nothing_to_do};
+pub(crate) use tried::CannotRestore;
 
 /// What to run.
 #[derive(Debug, clap::Args)]
@@ -449,6 +451,8 @@ fn supervise(
     let work = provide::work_folder(&config, &folder, &lock)?;
     let _removed_at_the_end = RemovedAtEnd(Arc::clone(&work));
     terms.early.removes(Arc::clone(&work));
+    // Before there is any child of ours.
+    tried::try_criu(&config, &criu, &work)?;
     let reaper = reaper::unpack(&work.bin())?;
     let uplink = uplink
         .map(|program| uplink::Plan::new(program, work.bin(), spec.identity.as_ref().map(|identity| identity.uid)));

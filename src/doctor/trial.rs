@@ -36,11 +36,20 @@ pub(super) enum Outcome {
 }
 
 pub(super) fn run(criu: Option<&Criu>, namespace: PidNamespace, store: &Path) -> Outcome {
+    run_in(criu, namespace, || temporary_folder(store))
+}
+
+/// The same in the folder that this makes.
+pub(super) fn run_in(
+    criu: Option<&Criu>,
+    namespace: PidNamespace,
+    make: impl FnOnce() -> Option<tempfile::TempDir>,
+) -> Outcome {
     let Some(criu) = criu else { return Outcome::NotTried("there is no CRIU to test".into()) };
     if !nix::unistd::geteuid().is_root() {
         return Outcome::NotTried("only root can check this".into());
     }
-    let Some(folder) = temporary_folder(store) else {
+    let Some(folder) = make() else {
         return Outcome::NotTried("no temporary folder allows running programs: set TMPDIR".into());
     };
     let began = Instant::now();

@@ -187,7 +187,32 @@ pub(super) struct Rehearsed {
     outcome: Outcome,
 }
 
+/// Why no image of this run will be rehearsed, if that is known from the beginning. `every` is `snapshot.rehearse`.
+fn none_because(every: Option<Duration>, is_in_memory: bool) -> Option<&'static str> {
+    match (every, is_in_memory) {
+        (None, _) => Some("snapshot.rehearse is \"off\""),
+        (Some(_), false) => {
+            Some("images are made on the disk (snapshot.staging), and only those in memory are rehearsed")
+        }
+        (Some(_), true) => None,
+    }
+}
+
 impl Owner<'_> {
+    /// The run begins: tells if no image of it will be rehearsed.
+    pub(super) fn tell_if_not_rehearsed(&mut self) {
+        let every = self.setup.config.snapshot.rehearse.limit();
+        let Some(why) = none_because(every, self.setup.images.staging.is_some()) else { return };
+        self.reporting.published.not_rehearsed = Some(why.to_owned());
+        // Who turned them off knows it.
+        if every.is_some() {
+            self.checks.rehearsals = Rehearsals::new(None);
+            tracing::warn!(
+                "no image of this run will be rehearsed: {why}. Whether one can be restored shows when it is needed"
+            );
+        }
+    }
+
     /// Starts a rehearsal that is due, and cancels one that is in the way.
     pub(super) fn check_rehearsals(&mut self) {
         let restoring = self.transfers.is_restoring();
@@ -212,6 +237,7 @@ impl Owner<'_> {
             Finding::Nothing => {}
             Finding::Restored { took } => {
                 self.reporting.published.rehearsal_failure = None;
+                self.reporting.published.not_rehearsed = None;
                 crate::routine!(
                     "image {image} was restored in a rehearsal, in {}; no instruction of the job ran",
                     shown(Duration::from_millis(took))
@@ -230,8 +256,9 @@ impl Owner<'_> {
             }
             Finding::NotTried { why } => {
                 if self.reporting.remarks.said.is_new(format!("rehearsal: {why}")) {
-                    tracing::info!("image {image} was not rehearsed: {why}");
+                    tracing::warn!("image {image} was not rehearsed: {why}");
                 }
+                self.reporting.published.not_rehearsed = Some(why);
             }
         }
     }
@@ -327,6 +354,13 @@ mod tests {
         assert_eq!(rehearsals.next_wake(), None);
         assert_eq!(rehearsals.ends(Outcome::Restored { took: 5 }, || true, now), Finding::Restored { took: 5 });
         assert_eq!(rehearsals.next_wake(), Some(now + HOUR));
+    }
+
+    #[test]
+    fn images_that_none_will_rehearse_are_known_from_the_beginning() {
+        assert_eq!(none_because(Some(HOUR), true), None);
+        assert!(none_because(Some(HOUR), false).is_some_and(|why| why.contains("snapshot.staging")));
+        assert!(none_because(None, true).is_some_and(|why| why.contains("\"off\"")));
     }
 
     #[test]

@@ -84,3 +84,33 @@ fn taken_rehearsed_and_restored_are_told_apart() {
     let shown = text(&["show", "j/2"]);
     assert!(shown.contains("rehearsed: all its processes were restored beside the job"), "{shown}");
 }
+
+/// A CRIU that does the rest as the real one does.
+fn with_criu(lab: Lab, text: &str) -> Lab {
+    let text = format!("{text}\nexec {} \"$@\"", crate::supervisor::criu().display());
+    let path = format!("{:?}", lab.script("criu", &text));
+    lab.set("criu.path", &path)
+}
+
+#[test]
+fn a_run_is_refused_where_not_even_a_small_job_can_be_restored() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = with_criu(lab, "case \"$*\" in *swrk*) exit 1 ;; esac");
+    let (_, said) = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]).ends_with(69);
+    assert!(said.contains("CRIU cannot dump and restore even a small job here"), "{said}");
+    assert!(!said.contains("job j starts") && lab.images().is_empty(), "{said}");
+    lab.assert_all_gone();
+}
+
+#[test]
+fn where_no_image_is_rehearsed_it_is_said() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("snapshot.staging", "\"store\"")) else { return };
+    let mut run = until_after_snapshot(&lab, "plain");
+    run.wait_said("no image of this run will be rehearsed: images are made on the disk (snapshot.staging)");
+    let text = |args: &[&str]| String::from_utf8_lossy(&lab.rekindle(args).stdout).into_owned();
+    for words in [text(&["list", "j"]), text(&["status", "j"])] {
+        assert!(words.contains(", not rehearsed") && words.contains("snapshot.staging"), "{words}");
+    }
+    assert_eq!(evidence(&lab, 1), ["taken"; 3]);
+    finish(&lab, run);
+}

@@ -237,6 +237,7 @@ fn a_snapshot_that_takes_longer_than_the_limit_is_no_hang() {
         &format!("[ \"$1\" = --version ] || [ \"$1\" = check ] || sleep 10\nexec {} \"$@\"", criu.display()),
     );
     let lab = lab.set("watch.no-output-for", "\"6s\"").set("criu.path", &format!("{slow:?}"));
+    let lab = lab.set("snapshot.rehearse", "\"off\"");
     let mut run = start(&lab, "futex", "");
     run.signal(Signal::SIGUSR1);
     go_wrong(&lab);

@@ -221,7 +221,8 @@ case "$*" in *swrk*) ;; *) exec "$real" "$@" ;; esac
 "$real" "$@"; code=$?; : > "$tried"; exit $code"#;
         let text = format!("real='{}' tried='{}'\n{once}", criu().display(), self.file(name).display());
         let path = format!("{:?}", self.script("criu", &text));
-        self.set("criu.path", &path)
+        // Nor does a trial come before it.
+        self.set("criu.path", &path).set("snapshot.rehearse", "\"off\"")
     }
 
     /// Copies a file and makes it executable. By another process: a child that another test forks meanwhile would hold
