@@ -25,6 +25,7 @@ mod scheduler;
 mod staging;
 mod store;
 mod trial;
+mod tried;
 mod workloads;
 
 use std::path::{Path, PathBuf};
@@ -34,6 +35,7 @@ use serde::Serialize;
 use crate::config::{Config, PidNamespace};
 use crate::scheduler::Scheduler;
 use rekindle_criu::Criu;
+pub(crate) use tried::{Untried, untried};
 pub(crate) use workloads::Workload;
 
 /// The result of a check.

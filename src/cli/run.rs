@@ -453,6 +453,7 @@ fn supervise(
     terms.early.removes(Arc::clone(&work));
     // Before there is any child of ours.
     tried::try_criu(&config, &criu, &work)?;
+    tried::name_untried(&criu, &folder, &lock);
     let reaper = reaper::unpack(&work.bin())?;
     let uplink = uplink
         .map(|program| uplink::Plan::new(program, work.bin(), spec.identity.as_ref().map(|identity| identity.uid)));

@@ -114,3 +114,18 @@ fn where_no_image_is_rehearsed_it_is_said() {
     assert_eq!(evidence(&lab, 1), ["taken"; 3]);
     finish(&lab, run);
 }
+
+#[test]
+fn a_criu_that_is_newer_than_what_was_tried_is_named_and_a_rehearsal_counts() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = with_criu(lab, "case \"$*\" in *--version*) echo 'Version: 9.1.0'; exit ;; esac");
+    let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
+    run.wait_said("this version of rekindle was not tried with CRIU 9.1.0");
+    run.wait_for("it is recorded", || lab.job().evidence().unwrap().awaits().is_some_and(|it| it.contains("9.1.0")));
+    run.job_pid(&lab);
+    run.snapshot(&lab);
+    run.wait_for("it is rehearsed", || evidence(&lab, 1) == ["rehearsed"; 3]);
+    assert_eq!(lab.job().evidence().unwrap().awaits(), None);
+    assert_eq!(run.err().matches("was not tried with").count(), 1, "once");
+    finish(&lab, run);
+}

@@ -1,9 +1,12 @@
-//! What is tried before a job begins: whether CRIU dumps and restores a job on this machine. Otherwise images might be taken for weeks that nothing can restore.
+//! What is tried before a job begins: whether CRIU dumps and restores a job on this machine, and whether this release knows
+//! its versions. Otherwise images might be taken for weeks that nothing can restore.
 
 use crate::config::Config;
-use crate::doctor::{self, Check, State};
+use crate::doctor::{self, Check, State, Untried};
+use rekindle_base::chain;
 use rekindle_criu::Criu;
 use rekindle_engine::launch::work::WorkFolder;
+use rekindle_store::{JobFolder, WriterLock};
 
 /// The trial of CRIU failed, twice.
 #[derive(Debug, thiserror::Error)]
@@ -34,6 +37,21 @@ fn judged(check: Check) -> Result<(), CannotRestore> {
         }
     }
     Ok(())
+}
+
+/// Names versions that are newer than those that this release was tried with. With them the images count as taken until a
+/// rehearsal or a restore has succeeded.
+pub(super) fn name_untried(criu: &Criu, folder: &JobFolder, lock: &WriterLock) {
+    let untried = doctor::untried(criu.version);
+    if let Err(error) = folder.note_untried(lock, untried.as_ref().map(|it| it.versions.as_str())) {
+        tracing::warn!("cannot record which versions are new: {}", chain(&error));
+    }
+    if let Some(Untried { versions, tried }) = untried {
+        tracing::warn!(
+            "this version of rekindle was not tried with {versions}, only up to {tried}. Images count as taken until one is \
+            rehearsed or restored"
+        );
+    }
 }
 
 #[cfg(test)]
