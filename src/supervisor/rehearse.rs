@@ -4,7 +4,8 @@
 //! objects in the image differ from those of the last that was tried. Only images in memory are tried: those in the store
 //! are the same, with hashes. A rehearsal is a separate process ([`rekindle_engine::restore::rehearsal`]),
 //! which is ended as soon as the job does anything but run. It changes nothing and marks nothing: it is not a real
-//! restore, and does not prove that an image is bad. Its result is reported in the log, as an event and to hooks.
+//! restore, and does not prove that an image is bad. Its success is recorded as evidence for the image; its result is
+//! reported in the log, as an event and to hooks.
 
 use std::collections::BTreeSet;
 use std::fs::File;
