@@ -34,7 +34,7 @@ const BASE: [&str; 10] =
     ["chain", "ended", "micros", "moved", "notice", "percentage", "units", "xid", "cause", "interval"];
 
 /// The modules for Linux.
-const OS: [&str; 44] = [
+const OS: [&str; 45] = [
     "affinity",
     "undo",
     "attributes",
