@@ -22,7 +22,7 @@ KIND = sys.argv[1]
 
 
 def semaphores():
-    """Eventfds of which a read takes 1; two processes and an epoll set have one of them."""
+    """Eventfds that are semaphores: a read takes 1 from them. Two processes and an epoll set have one."""
     flags = os.EFD_SEMAPHORE | os.EFD_NONBLOCK
     shared, counter = os.eventfd(3, flags), os.eventfd(5, os.EFD_NONBLOCK)
     large = os.eventfd(0, os.EFD_NONBLOCK)

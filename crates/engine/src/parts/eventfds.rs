@@ -1,5 +1,5 @@
-//! Eventfds that CRIU would make wrong: semaphores (EFD_SEMAPHORE), of which a read takes 1, would be counters, of which a
-//! read takes all. A restore makes them itself ([`criu::image::describe_eventfds`]).
+//! Eventfds that CRIU would make wrong: it restores semaphores (EFD_SEMAPHORE), where a read takes 1, as counters, where it
+//! takes all. A restore makes them itself ([`criu::image::describe_eventfds`]).
 //!
 //! Kernels before 6.5 do not tell whether one is a semaphore. It is a counter then in a restored job.
 
