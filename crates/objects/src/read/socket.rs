@@ -25,13 +25,38 @@ pub(super) struct Raw {
     congestion: Option<String>,
     device: Option<String>,
     groups: Vec<String>,
+    options: Options,
+}
+
+/// Options with their values, which are kept together: there may be many sockets.
+#[derive(Debug)]
+struct Options {
     /// Each with how many bytes of `values` it has.
-    options: Vec<(&'static SocketOption, usize)>,
+    each: Vec<(&'static SocketOption, usize)>,
     values: Vec<u8>,
 }
 
-/// Bytes of all options of a TCP socket: there are many sockets.
-const VALUES: usize = 512;
+impl Options {
+    /// Bytes of all options of a TCP socket.
+    const VALUES: usize = 512;
+
+    fn read(socket: &OwnedFd, asked: impl Fn(&SocketOption) -> bool) -> Options {
+        let (mut each, mut values) = (Vec::with_capacity(OPTIONS.len()), Vec::with_capacity(Options::VALUES));
+        for option in OPTIONS.iter().filter(|option| asked(option)) {
+            each.extend(value(socket, option, &mut values).map(|length| (option, length)));
+        }
+        Options { each, values }
+    }
+
+    fn values(&self) -> impl Iterator<Item = (&'static SocketOption, &[u8])> {
+        let mut rest = self.values.as_slice();
+        self.each.iter().map_while(move |(option, length)| {
+            let (value, behind) = rest.split_at_checked(*length)?;
+            rest = behind;
+            Some((*option, value))
+        })
+    }
+}
 
 /// The state of a connection is the first byte of `TCP_INFO` (linux/tcp.h).
 const CLOSED: u8 = 7;
@@ -51,13 +76,9 @@ impl Raw {
             (Level::Tcp, is_tcp),
             (Level::Udp, is_ip && protocol == libc::IPPROTO_UDP),
         ];
-        let asked = |option: &&SocketOption| levels.contains(&(option.level, true));
+        let asked = |option: &SocketOption| levels.contains(&(option.level, true));
         // The other end of a UNIX socket need not have a name.
         let peer = getpeername::<SockaddrStorage>(socket.as_raw_fd());
-        let (mut options, mut values) = (Vec::with_capacity(OPTIONS.len()), Vec::with_capacity(VALUES));
-        for option in OPTIONS.iter().filter(asked) {
-            options.extend(value(socket, option, &mut values).map(|length| (option, length)));
-        }
         Raw {
             family,
             kind,
@@ -77,8 +98,7 @@ impl Raw {
             } else {
                 Vec::new()
             },
-            options,
-            values,
+            options: Options::read(socket, asked),
         }
     }
 
@@ -117,10 +137,7 @@ impl Raw {
         let is_tcp = self.state.is_some();
         // An accepted connection has the hops of the first packet there, and nobody may set it (net/ipv4/tcp.c).
         let is_of_the_kernel = |option: &SocketOption| is_tcp && option.name.contains("_MULTICAST_");
-        let mut values = self.values.as_slice();
-        for (option, length) in &self.options {
-            let Some((value, rest)) = values.split_at_checked(*length) else { break };
-            values = rest;
+        for (option, value) in self.options.values() {
             if !is_of_the_kernel(option) {
                 put(option.name, text(value));
             }
