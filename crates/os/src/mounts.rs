@@ -9,6 +9,10 @@ use std::path::PathBuf;
 /// A mount.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mount {
+    /// Its number, which another one may have once it is unmounted.
+    pub id: u32,
+    /// The number of the mount that it is on.
+    pub parent: u32,
     /// The device of its file system, as stat(2) has it.
     pub device: u64,
     /// The folder of the file system that it shows.
@@ -40,16 +44,17 @@ pub fn parse(table: &[u8]) -> Vec<Mount> {
 }
 
 fn one(line: &[u8]) -> Option<Mount> {
-    let mut fields = line.split(|byte| *byte == b' ').map(unescaped).skip(2);
+    let mut fields = line.split(|byte| *byte == b' ').map(unescaped);
     let text = |field: Vec<u8>| String::from_utf8_lossy(&field).into_owned();
     let path = |field| PathBuf::from(OsString::from_vec(field));
+    let (id, parent) = (text(fields.next()?).parse().ok()?, text(fields.next()?).parse().ok()?);
     let device = text(fields.next()?);
     let (major, minor) = device.split_once(':')?;
     let device = nix::sys::stat::makedev(major.parse().ok()?, minor.parse().ok()?);
     let (root, point, options) = (path(fields.next()?), path(fields.next()?), text(fields.next()?));
     fields.by_ref().find(|field| field == b"-")?;
     let (kind, source, super_options) = (text(fields.next()?), text(fields.next()?), text(fields.next()?));
-    Some(Mount { device, root, point, options, kind, source, super_options })
+    Some(Mount { id, parent, device, root, point, options, kind, source, super_options })
 }
 
 /// The kernel writes blanks and the like as a backslash and three octal digits.
@@ -76,6 +81,8 @@ mod tests {
                       no mount\n31 22 0:6 / /x rw -\n\n32 22 8:1 / /y ro - ext4 - rw\n";
         let [odd, plain] = &parse(table)[..] else { panic!("two mounts") };
         let expected = Mount {
+            id: 30,
+            parent: 22,
             device: nix::sys::stat::makedev(0, 5),
             root: "/a b".into(),
             point: OsString::from_vec(b"/c\n\\\\0d\xff".to_vec()).into(),

@@ -8,7 +8,7 @@
 //! network have parts that the kernel mounts for whoever opens a path. A mount counts as the job's if it was not there when its
 //! world was made, and if the machine does not have the same.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -27,7 +27,13 @@ fn key(mount: &Mount) -> Key {
 
 /// The mounts of a world before the job ran in it.
 #[derive(Debug)]
-pub struct Before(HashSet<Key>);
+pub struct Before {
+    keys: HashSet<Key>,
+    by_number: HashMap<u32, Mount>,
+}
+
+/// What mountinfo adds to the root of a mount of something that was removed.
+const REMOVED: &str = "//deleted";
 
 /// What the job has mounted.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -57,7 +63,24 @@ impl std::fmt::Display for Mounted {
 impl Before {
     /// Those that a process of that world sees.
     pub(crate) fn look(pid: i32) -> io::Result<Before> {
-        Ok(Before(mounts::of(pid)?.iter().map(key).collect()))
+        Ok(Before::of(mounts::of(pid)?))
+    }
+
+    fn of(mounts: Vec<Mount>) -> Before {
+        Before {
+            keys: mounts.iter().map(key).collect(),
+            by_number: mounts.into_iter().map(|mount| (mount.id, mount)).collect(),
+        }
+    }
+
+    /// Whether a mount was there under another name: what it shows was removed, or a folder above it was renamed. The machine
+    /// does both, and where its mounts are private, the world keeps what it had. A number alone says nothing: the job may have
+    /// unmounted that one, and the next one got it.
+    fn was_renamed(&self, now: &Mount) -> bool {
+        let Some(before) = self.by_number.get(&now.id) else { return false };
+        let is_same = (before.parent, before.device) == (now.parent, now.device);
+        let shows = |mount: &Mount| mount.root.to_string_lossy().trim_end_matches(REMOVED).to_owned();
+        is_same && shows(before) == shows(now)
     }
 
     /// What a job has mounted since, by the processes in its tree.
@@ -81,7 +104,7 @@ impl Before {
     fn fresh(&self, now: &[Mount], machine: &HashSet<Key>) -> Vec<Mount> {
         let is_known = |mount: &Mount| {
             let key = key(mount);
-            self.0.contains(&key) || machine.contains(&key) || is_automatic(mount, now)
+            self.keys.contains(&key) || machine.contains(&key) || is_automatic(mount, now) || self.was_renamed(mount)
         };
         now.iter().filter(|mount| !is_known(mount)).cloned().collect()
     }
@@ -118,7 +141,7 @@ mod tests {
 ";
 
     fn found(lines: &str, machine: &str) -> Vec<String> {
-        let before = Before(mounts::parse(TABLE.as_bytes()).iter().map(key).collect());
+        let before = Before::of(mounts::parse(TABLE.as_bytes()));
         let now = mounts::parse(format!("{TABLE}{lines}").as_bytes());
         let machine = mounts::parse(format!("{TABLE}{machine}").as_bytes()).iter().map(key).collect();
         before.fresh(&now, &machine).into_iter().map(|mount| mount.point.display().to_string()).collect()
@@ -138,6 +161,23 @@ mod tests {
         assert_eq!(found("", tmpfs), [""; 0], "what the job has unmounted is not its concern");
     }
 
+    /// The machine removes or renames what a mount of the world shows, or a folder above it.
+    #[test]
+    fn a_mount_whose_names_change_is_the_same() {
+        let table = |line: &str| mounts::parse(format!("{TABLE}{line}").as_bytes());
+        let found = |line: &str| {
+            let before = Before::of(table("9 1 8:1 /srv/hosts /etc/hosts rw - ext4 /dev/sda rw\n"));
+            before.fresh(&table(line), &HashSet::new()).len()
+        };
+        assert_eq!(found("9 1 8:1 /srv/hosts//deleted /etc/hosts rw - ext4 /dev/sda rw\n"), 0);
+        assert_eq!(found("9 1 8:1 /srv/hosts /etc.old/hosts rw - ext4 /dev/sda rw\n"), 0);
+        // The job has unmounted it, and mounted something else: the kernel gives the number again.
+        assert_eq!(found("9 1 8:1 /home/x /etc/hosts rw - ext4 /dev/sda rw\n"), 1);
+        assert_eq!(found("10 1 8:1 /srv/hosts /mnt rw - ext4 /dev/sda rw\n"), 1);
+        assert_eq!(found("9 1 8:2 /srv/hosts//deleted /etc/hosts rw - ext4 /dev/sdb rw\n"), 1);
+        assert_eq!(found("9 4 8:1 /srv/hosts//deleted /etc/hosts rw - ext4 /dev/sda rw\n"), 1);
+    }
+
     #[test]
     fn parts_that_the_kernel_mounts_do_not_count() {
         let parts = "\
@@ -154,6 +194,6 @@ mod tests {
     #[test]
     fn what_this_process_sees_is_not_made_by_a_job() {
         let own = std::process::id().cast_signed();
-        assert_eq!(Before(HashSet::new()).since(&[own]), None, "all of it is the machine's");
+        assert_eq!(Before::of(Vec::new()).since(&[own]), None, "all of it is the machine's");
     }
 }
