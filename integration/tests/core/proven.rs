@@ -85,6 +85,11 @@ fn taken_rehearsed_and_restored_are_told_apart() {
     assert!(shown.contains("rehearsed: all its processes were restored beside the job"), "{shown}");
 }
 
+/// As it is by default: the trial before the job begins, and the rehearsal of the first image.
+fn rehearsing() -> Option<Lab> {
+    Some(Lab::new()?.set("snapshot.rehearse", "\"1day\""))
+}
+
 /// A CRIU that does the rest as the real one does.
 fn with_criu(lab: Lab, text: &str) -> Lab {
     let text = format!("{text}\nexec {} \"$@\"", crate::supervisor::criu().display());
@@ -94,7 +99,7 @@ fn with_criu(lab: Lab, text: &str) -> Lab {
 
 #[test]
 fn a_run_is_refused_where_not_even_a_small_job_can_be_restored() {
-    let Some(lab) = Lab::new() else { return };
+    let Some(lab) = rehearsing() else { return };
     let lab = with_criu(lab, "case \"$*\" in *swrk*) exit 1 ;; esac");
     let (_, said) = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]).ends_with(69);
     assert!(said.contains("CRIU cannot dump and restore even a small job here"), "{said}");
@@ -104,7 +109,7 @@ fn a_run_is_refused_where_not_even_a_small_job_can_be_restored() {
 
 #[test]
 fn where_no_image_is_rehearsed_it_is_said() {
-    let Some(lab) = Lab::new().map(|lab| lab.set("snapshot.staging", "\"store\"")) else { return };
+    let Some(lab) = rehearsing().map(|lab| lab.set("snapshot.staging", "\"store\"")) else { return };
     let mut run = until_after_snapshot(&lab, "plain");
     run.wait_said("no image of this run will be rehearsed: images are made on the disk (snapshot.staging)");
     let text = |args: &[&str]| String::from_utf8_lossy(&lab.rekindle(args).stdout).into_owned();
@@ -117,7 +122,7 @@ fn where_no_image_is_rehearsed_it_is_said() {
 
 #[test]
 fn a_criu_that_is_newer_than_what_was_tried_is_named_and_a_rehearsal_counts() {
-    let Some(lab) = Lab::new() else { return };
+    let Some(lab) = rehearsing() else { return };
     let lab = with_criu(lab, "case \"$*\" in *--version*) echo 'Version: 9.1.0'; exit ;; esac");
     let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
     run.wait_said("this version of rekindle was not tried with CRIU 9.1.0");

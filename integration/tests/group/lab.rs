@@ -23,6 +23,7 @@ pub(crate) const ENDLESS: u32 = u32::MAX;
 const CONFIG: &str = "version = 1
 log.level = \"debug\"
 snapshot.interval = \"1s\"
+snapshot.rehearse = \"off\"
 snapshot.grace = \"20s\"
 snapshot.retry-after = \"200ms\"
 store.min-free = \"1MiB\"

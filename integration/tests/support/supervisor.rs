@@ -34,6 +34,8 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(150);
 const CONFIG: &[(&str, &str)] = &[
     ("log.level", "\"info\""),
     ("snapshot.interval", "\"off\""),
+    // It takes longer than many of the tests; those that are about it turn it on.
+    ("snapshot.rehearse", "\"off\""),
     ("snapshot.grace", "\"20s\""),
     ("snapshot.dump-timeout", "\"20s\""),
     ("snapshot.retry-after", "\"200ms\""),
@@ -221,7 +223,6 @@ case "$*" in *swrk*) ;; *) exec "$real" "$@" ;; esac
 "$real" "$@"; code=$?; : > "$tried"; exit $code"#;
         let text = format!("real='{}' tried='{}'\n{once}", criu().display(), self.file(name).display());
         let path = format!("{:?}", self.script("criu", &text));
-        // Nor does a trial come before it.
         self.set("criu.path", &path).set("snapshot.rehearse", "\"off\"")
     }
 

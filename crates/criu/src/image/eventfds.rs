@@ -90,13 +90,17 @@ pub(crate) struct Made {
     pub(crate) eventfd: OwnedFd,
 }
 
-/// Makes the eventfds that the image describes.
+/// Makes the eventfds that the image describes. Of an image without files.img CRIU says what it lacks.
 ///
 /// # Errors
-/// When files.img is missing or damaged, or the kernel makes no more of them.
+/// When files.img is damaged, or the kernel makes no more of them.
 pub(crate) fn made_eventfds(dir: &Beneath) -> Result<Vec<Made>, Error> {
     let path = dir.join("files.img");
-    let files: Vec<EventfdFileEntry> = Records::open(path.clone(), FILES)?.all()?;
+    let files = match Records::open(path.clone(), FILES) {
+        Err(Error::Read { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        records => records?,
+    };
+    let files: Vec<EventfdFileEntry> = files.all()?;
     let names = files.into_iter().filter_map(|file| file.reg).map(|file| file.name);
     let mut all = Vec::new();
     for key in names.filter(|name| name.starts_with(NAME.as_bytes())) {

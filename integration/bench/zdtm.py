@@ -1,0 +1,155 @@
+#!/usr/bin/env python3
+"""zdtm.py --suite FOLDER [--rekindle PROGRAM] [NAME...]: CRIU's own suite under rekindle.
+
+FOLDER is test/zdtm/static of CRIU's sources, built there with make. Each program is started under `rekindle run`, a
+snapshot is taken, the job is killed and restored, and then the program is asked for its verdict. Prints a line for each:
+
+    passed     it says PASS after the restore
+    refused    the snapshot or the restore failed, with the reason
+    wrong      it was restored, and says that something is not as it was
+    unusable   it does not start here
+
+Needs root and REKINDLE_CRIU. Ends with 1 if one was wrong.
+"""
+
+import argparse
+import collections
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from supervised import Failed, Job, ROOT, wait_for
+
+LIMIT = 20
+SETTINGS = {
+    "log.level": "info",
+    "snapshot.dump-timeout": "20s",
+    "snapshot.rehearse": "off",
+    "store.min-free": "1MiB",
+    "restart.backoff": "100ms",
+    "restart.backoff-max": "100ms",
+    "restart.min-uptime": "1ms",
+    "restart.restore-timeout": "20s",
+    "restart.max-restarts": "1",
+}
+# Starts the program as the suite does, and ends when the program does.
+JOB = """
+import os, select, subprocess, sys
+name = sys.argv[1]
+subprocess.run(["make", "-s", name + ".pid"], check=True, stdout=subprocess.DEVNULL)
+with open(name + ".pid") as file:
+    program = os.pidfd_open(int(file.read()))
+print("up", flush=True)
+select.select([program], [], [])
+"""
+
+
+def processes():
+    """Each process: its pid, the pid in its innermost namespace, and its command line."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            line = next(x for x in (folder / "status").read_text().splitlines() if x.startswith("NSpid"))
+            yield int(folder.name), int(line.split()[-1]), (folder / "cmdline").read_bytes().split(b"\0")
+
+
+def program(name):
+    """The pid of the program that says the verdict, as we see it."""
+    inner = int((Path.cwd() / f"{name}.pid").read_text())
+    found = [pid for pid, own, line in processes() if own == inner and line[0].decode().endswith(f"/{name}")]
+    if not found:
+        raise Failed("the program is not there")
+    return found[0]
+
+
+def clean(name):
+    for path in Path.cwd().glob(f"{name}.*"):
+        if path.suffix in (".pid", ".out", ".test") or ".test" in path.name or ".dir" in path.name:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def verdict(name):
+    text = Path(f"{name}.out").read_text(errors="replace") if Path(f"{name}.out").exists() else ""
+    return "PASS" in text.split(), " ".join(text.split()[-30:])
+
+
+def trial(rekindle, work, name):
+    """What became of one program, and why."""
+    clean(name)
+    job = Job(rekindle, work, "zdtm", [sys.executable, "-c", JOB, name], settings=SETTINGS)
+    job.start()
+    try:
+        try:
+            job.wait_for("start", lambda: job.running() and Path(f"{name}.pid").exists(), LIMIT)
+            pid = program(name)
+        except Failed as why:
+            return "unusable", str(why)
+        try:
+            job.snapshot(LIMIT)
+        except Failed as why:
+            return "refused", str(why)
+        root = next(pid for pid, _, line in processes() if JOB.encode() in line and name.encode() in line)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(root, signal.SIGKILL)
+        said = lambda: job.log.read_text(errors="replace")  # noqa: E731
+        try:
+            job.wait_for("restore", lambda: "the job was restored from image" in said(), LIMIT)
+        except Failed as why:
+            lines = [line for line in said().splitlines() if " was not restored" in line or "cannot be" in line]
+            return "refused", lines[-1] if lines else str(why)
+        try:
+            pid = program(name)
+            os.kill(pid, signal.SIGTERM)
+            wait_for("verdict", lambda: Path(f"{name}.out").exists() and (verdict(name)[0] or not is_there(pid)), LIMIT)
+        except Failed as why:
+            return "wrong", f"{why}: {verdict(name)[1]}"
+        passed, words = verdict(name)
+        return ("passed", "") if passed else ("wrong", words)
+    finally:
+        job.process.send_signal(signal.SIGINT)
+        try:
+            job.process.wait(10)
+        except subprocess.TimeoutExpired:
+            job.process.kill()
+            job.process.wait()
+        for pid, _, line in list(processes()):
+            if line[0].decode(errors="replace").endswith(f"/{name}"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        clean(name)
+
+
+def is_there(pid):
+    try:
+        return " Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]
+    except OSError:
+        return False
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", type=Path, required=True)
+    parser.add_argument("--rekindle", type=Path, default=ROOT / "target/debug/rekindle")
+    parser.add_argument("names", nargs="*")
+    arguments = parser.parse_args()
+    rekindle = str(arguments.rekindle.resolve())
+    os.chdir(arguments.suite)
+    built = [path.name for path in Path.cwd().iterdir() if path.is_file() and os.access(path, os.X_OK) and not path.suffix]
+    counts = collections.Counter()
+    for name in arguments.names or sorted(built):
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="rekindle-zdtm-") as folder:
+            result, why = trial(rekindle, Path(folder), name)
+        counts[result] += 1
+        print(f"{result:9} {name:32} {time.monotonic() - began:5.1f} s  {' '.join(why.split())[:400]}", flush=True)
+    print(dict(counts))
+    return 1 if counts["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
