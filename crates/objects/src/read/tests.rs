@@ -49,7 +49,9 @@ impl Drop for Reaped {
 /// The program, stopped, and the numbers of its descriptors by name.
 fn started(script: &str) -> (Reaped, BTreeMap<String, i32>) {
     let mut child = Command::new("/usr/bin/python3");
-    let mut child = child.args(["-c", script]).stdout(Stdio::piped()).process_group(0).spawn().unwrap();
+    // Others write to what is our standard error, and move its position.
+    let child = child.args(["-c", script]).stdout(Stdio::piped()).stderr(Stdio::null()).process_group(0);
+    let mut child = child.spawn().unwrap();
     let out = child.stdout.take().unwrap();
     let mut child = Reaped(child, out);
     let mut line = Vec::new();
