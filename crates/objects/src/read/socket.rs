@@ -137,9 +137,12 @@ impl Raw {
         let is_tcp = self.state.is_some();
         // An accepted connection has the hops of the first packet there, and nobody may set it (net/ipv4/tcp.c).
         let is_of_the_kernel = |option: &SocketOption| is_tcp && option.name.contains("_MULTICAST_");
+        // Nobody can set an odd one, to which the kernel has grown it: what is set is doubled (socket(7)).
+        let even = |value: &[u8]| value.first_chunk().map(|bytes| (i32::from_ne_bytes(*bytes) & !1).to_string());
         for (option, value) in self.options.values() {
             if !is_of_the_kernel(option) {
-                put(option.name, text(value));
+                let is_doubled = matches!(option.name, "SO_SNDBUF" | "SO_RCVBUF");
+                put(option.name, even(value).filter(|_| is_doubled).unwrap_or_else(|| text(value)));
             }
         }
     }
