@@ -60,18 +60,34 @@ pub fn compare(then: &Record, now: &Record) -> Vec<Difference> {
     // Each once, whatever the record says.
     let processes: BTreeMap<i32, &Process> = then.processes.iter().map(|process| (process.pid, process)).collect();
     let there: BTreeSet<i32> = processes.keys().copied().collect();
+    let kernel = if then.kernel == now.kernel { Kernel::Same } else { Kernel::Other };
     for process in processes.into_values() {
         if found.len() >= MOST {
             break;
         }
         match here.get(&process.pid) {
-            Some(now) => Pair { then: process, now, there: &there, found: &mut found }.compare(),
+            Some(now) => Pair { then: process, now, there: &there, kernel, found: &mut found }.compare(),
             None => found.extend(presence(Of::Process, "process", process, None, true)),
         }
     }
     let more = now.processes.iter().filter(|process| !there.contains(&process.pid));
     found.extend(more.filter_map(|process| presence(Of::Process, "process", process, None, false)));
     found
+}
+
+/// The kernel that wrote the record, and the one here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kernel {
+    Same,
+    /// It may know items that the other does not, and brings other memory of its own.
+    Other,
+}
+
+/// Whether an item is missing because a kernel does not have it, and for no other reason.
+fn comes_with_the_kernel(item: &str) -> bool {
+    const ITEMS: [&str; 7] =
+        ["umask", "no-new-privileges", "seccomp", "semaphore", "huge-pages", "personality", "memory-policy"];
+    ITEMS.contains(&item) || table::OPTIONS.iter().any(|option| option.name == item)
 }
 
 /// That something exists only then, or only now.
@@ -92,6 +108,7 @@ struct Pair<'a> {
     now: &'a Process,
     /// The pids of then.
     there: &'a BTreeSet<i32>,
+    kernel: Kernel,
     found: &'a mut Vec<Difference>,
 }
 
@@ -144,15 +161,18 @@ impl Pair<'_> {
         let Some(row) = table::find(Of::Mapping, "mapping") else { return };
         let now: BTreeMap<u64, &Mapping> = self.now.mappings.iter().map(|mapping| (mapping.start, mapping)).collect();
         let then: BTreeMap<u64, &Mapping> = self.then.mappings.iter().map(|mapping| (mapping.start, mapping)).collect();
-        let gaps = Gaps::of(&self.then.mappings);
+        let gaps = Gaps::of(&self.then.mappings, self.kernel);
+        let is_not_the_jobs = |mapping: &Mapping| {
+            gaps.touch(mapping) || (self.kernel == Kernel::Other && is_of_the_kernel(&mapping.name))
+        };
         let starts: BTreeSet<u64> = then.keys().chain(now.keys()).copied().collect();
         for start in starts {
             if self.found.len() >= MOST {
                 return;
             }
             let (then, now) = (then.get(&start), now.get(&start));
-            let of_device = [then, now].into_iter().flatten().any(|mapping| gaps.touch(mapping));
-            if then != now && !of_device {
+            let left_out = [then, now].into_iter().flatten().any(|mapping| is_not_the_jobs(mapping));
+            if then != now && !left_out {
                 self.found.push(Difference {
                     row,
                     process: (self.then.pid, self.then.name.clone()),
@@ -164,7 +184,7 @@ impl Pair<'_> {
         }
     }
 
-    /// An item that only one of them has was not known to its kernel, or is none of this object.
+    /// An item that only one of them has is none of the other object, or was not known to its kernel.
     fn items(&mut self, of: Of, at: Option<i32>, then: &Items, now: &Items) {
         let names: BTreeSet<&String> = then.keys().chain(now.keys()).collect();
         for name in names {
@@ -173,6 +193,10 @@ impl Pair<'_> {
                 return;
             }
             let Some(row) = table::find(of, name).filter(|row| differs(row.how, then, now)) else { continue };
+            let is_unknown = self.kernel == Kernel::Other && then.is_some() != now.is_some();
+            if is_unknown && comes_with_the_kernel(name) {
+                continue;
+            }
             if matches!(row.item, "session" | "process-group") && self.is_led_by_itself(then, now) {
                 continue;
             }
@@ -202,12 +226,19 @@ fn was_closed(then: &Items, now: &Items) -> bool {
     is_tcp(then) && is_tcp(now) && state(now) == "closed" && state(then) != "listens"
 }
 
-/// Memory that is not in the image, in order and joined.
+/// Memory that each kernel gives every process: the vDSO and its data. CRIU puts that of another kernel elsewhere, and leaves
+/// the old one as a copy.
+fn is_of_the_kernel(name: &str) -> bool {
+    ["[vdso]", "[vvar]", "[vvar_vclock]", "[vsyscall]"].contains(&name)
+}
+
+/// Memory that is not in the image, or is another kernel's, in order and joined.
 struct Gaps(Vec<(u64, u64)>);
 
 impl Gaps {
-    fn of(mappings: &[Mapping]) -> Gaps {
-        let left_out = mappings.iter().filter(|mapping| mapping.name == LEFT_OUT);
+    fn of(mappings: &[Mapping], kernel: Kernel) -> Gaps {
+        let is_other = |mapping: &Mapping| kernel == Kernel::Other && is_of_the_kernel(&mapping.name);
+        let left_out = mappings.iter().filter(|mapping| mapping.name == LEFT_OUT || is_other(mapping));
         let mut all: Vec<(u64, u64)> = left_out.map(|mapping| (mapping.start, mapping.end)).collect();
         all.sort_unstable();
         let mut joined: Vec<(u64, u64)> = Vec::new();
@@ -371,6 +402,35 @@ mod tests {
         assert!(found[0].then.as_deref().unwrap().starts_with("32-3c"), "{found:?}");
         now.descriptors.clear();
         assert_eq!(compare(&record(vec![then]), &record(vec![now])).len(), 2, "it must be there");
+    }
+
+    /// A newer kernel knows more, and its vDSO is larger.
+    #[test]
+    fn another_kernel_is_no_difference() {
+        let mapping = |start, end, access: &str, name: &str| Mapping {
+            start,
+            end,
+            access: access.into(),
+            offset: 0,
+            name: name.into(),
+        };
+        let (mut then, mut now) = (process(1), process(1));
+        then.mappings.extend([mapping(0x5000, 0x9000, "r--p", "[vvar]"), mapping(0x9000, 0xb000, "r-xp", "[vdso]")]);
+        now.mappings.extend([
+            mapping(0x5000, 0x9000, "r--p", ""),
+            mapping(0x9000, 0xb000, "r-xp", ""),
+            mapping(0x2_0000, 0x2_6000, "r--p", "[vvar]"),
+            mapping(0x2_6000, 0x2_8000, "r-xp", "[vdso]"),
+        ]);
+        then.items.remove("umask");
+        now.descriptors[0].items.insert("semaphore".into(), "0".into());
+        let of = |process: &Process, kernel: &str| Record { kernel: kernel.into(), ..record(vec![process.clone()]) };
+        assert!(compare(&of(&then, "6.1"), &of(&now, "6.18")).is_empty());
+        assert_eq!(compare(&of(&then, "6.18"), &of(&now, "6.18")).len(), 6);
+        // All else counts, whatever the kernel.
+        now.descriptors[0].items.insert("count".into(), "6".into());
+        now.mappings[0].end = 4;
+        assert_eq!(compare(&of(&then, "6.1"), &of(&now, "6.18")).len(), 2);
     }
 
     /// A record without a signature can be anybody's: it may cost no more than reading it.
