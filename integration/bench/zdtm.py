@@ -93,7 +93,7 @@ def trial(rekindle, work, name):
             job.snapshot(LIMIT)
         except Failed as why:
             return "refused", str(why)
-        root = next(pid for pid, _, line in processes() if JOB.encode() in line and name.encode() in line)
+        root = next(pid for pid, _, line in processes() if line[:3] == [sys.executable.encode(), b"-c", JOB.encode()])
         with contextlib.suppress(ProcessLookupError):
             os.kill(root, signal.SIGKILL)
         said = lambda: job.log.read_text(errors="replace")  # noqa: E731
