@@ -9,7 +9,7 @@
 //!  restore  all tasks are made, none has run: Raw::read, compare, put_back, compare again
 //! ```
 //!
-//! Nothing here runs code in a process or changes one, but for [`put_back`].
+//! Nothing here runs code in a process or changes one, but for [`put_back()`].
 
 mod compare;
 mod format;
