@@ -69,7 +69,7 @@ def program(name):
 
 def clean(name):
     for path in Path.cwd().glob(f"{name}.*"):
-        if path.suffix in (".pid", ".out", ".test") or ".test" in path.name or ".dir" in path.name:
+        if any(part in path.name for part in (".pid", ".out", ".test", ".dir")):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
