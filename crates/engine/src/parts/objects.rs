@@ -49,7 +49,9 @@ impl Photographed {
     pub(crate) fn write(self, criu: &str, left_out: &LeftOut, image: &Beneath) -> io::Result<BTreeSet<String>> {
         let mut record = self.before.record(criu);
         if let Some(after) = self.after {
-            tell_changed(&changed(&record, &after.record(criu)));
+            for line in lines("the snapshot has changed the running job", &changed(&record, &after.record(criu))) {
+                tracing::warn!("{line}. The image has what was before");
+            }
         }
         for process in &mut record.processes {
             for descriptor in &mut process.descriptors {
@@ -79,15 +81,6 @@ fn changed(before: &Record, after: &Record) -> Vec<Difference> {
         _ => true,
     });
     found
-}
-
-fn tell_changed(found: &[Difference]) {
-    for difference in found {
-        tracing::warn!(
-            "the snapshot has changed the running job ({}): {difference}. Its image has what was before",
-            difference.row.item
-        );
-    }
 }
 
 /// Why a restored job does not run.
@@ -184,9 +177,9 @@ impl Recorded {
             .into_iter()
             .partition(|difference| difference.row.means == Means::Refused && self.compare != Compare::Tell);
         if refused.is_empty() {
-            return Ok(Checked { told: lines(&told), later });
+            return Ok(Checked { told: lines(OTHERWISE, &told), later });
         }
-        lines(&refused).iter().for_each(|line| tracing::debug!("{line}"));
+        lines(OTHERWISE, &refused).iter().for_each(|line| tracing::debug!("{line}"));
         let versions = |record: &Record| format!("kernel {} and CRIU {}", record.kernel, record.criu);
         let (then, now) = (versions(record), versions(&now));
         Err(Error::Differs { differences: refused, upgraded: (then != now).then_some((then, now)) })
@@ -216,15 +209,17 @@ fn differences(record: &Record, now: &Record, manifest: &Manifest) -> Vec<Differ
     found
 }
 
-/// One line for each item, without those that never are the same.
-fn lines(told: &[Difference]) -> Vec<String> {
+const OTHERWISE: &str = "not as before the restore";
+
+/// One line for each item, without those that never are the same. Each begins with `what` has come about.
+fn lines(what: &str, told: &[Difference]) -> Vec<String> {
     let mut items: BTreeMap<&str, Vec<&Difference>> = BTreeMap::new();
     for difference in told.iter().filter(|difference| difference.row.how != How::Never) {
         items.entry(difference.row.item).or_default().push(difference);
     }
     let line = |(item, all): (&str, Vec<&Difference>)| {
         let more = if all.len() == 1 { String::new() } else { format!(" (and {} more)", all.len() - 1) };
-        Some(format!("not as before the restore ({item}): {}{more}", all.first()?))
+        Some(format!("{what} ({item}): {}{more}", all.first()?))
     };
     items.into_iter().filter_map(line).collect()
 }
