@@ -60,7 +60,13 @@ mod tests {
             .spawn()
             .unwrap();
         let pid = child.id().cast_signed();
-        std::thread::sleep(Duration::from_millis(100));
+        let mut answers = || {
+            io::Write::write_all(child.stdin.as_mut().unwrap(), b"line\n").unwrap();
+            let mut answer = [0; 9];
+            io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut answer).unwrap();
+            assert_eq!(&answer, b"got line\n");
+        };
+        answers();
         stop(pid, Duration::from_secs(5)).unwrap();
         set(pid, pid, &Setting::Personality(0x0004_0000)).unwrap();
         assert_eq!(process::text(pid, "personality").unwrap().trim(), "00040000");
@@ -80,10 +86,7 @@ mod tests {
             }
         }
         go_on(pid).unwrap();
-        io::Write::write_all(child.stdin.as_mut().unwrap(), b"line\n").unwrap();
-        let mut answer = [0; 9];
-        io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut answer).unwrap();
-        assert_eq!(&answer, b"got line\n");
+        answers();
         child.kill().unwrap();
         child.wait().unwrap();
     }
