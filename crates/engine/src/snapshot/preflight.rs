@@ -12,7 +12,7 @@ use crate::launch::mounted::Mounted;
 use crate::parts::posix_timers;
 use rekindle_cuda::nvml::{Gpu, GpuInventory, Mig, names_instance};
 use rekindle_os::cgroup;
-use rekindle_os::leases::WriteLease;
+use rekindle_os::leases::{self, Lease};
 use rekindle_os::process;
 use rekindle_os::timerfd;
 
@@ -104,6 +104,13 @@ pub enum Refusal {
          most programs. Snapshots continue when the lease is released"
     )]
     Lease { pid: i32, name: String, path: String },
+    /// CRIU breaks it again at the restore, and the holder gets a signal for it that it has had.
+    #[error(
+        "process {pid} ({name}) has a lease on {path} (fcntl F_SETLEASE) that another process is breaking: after a restore it would \
+         get the lease's signal a second time. Snapshots continue when it has released the lease; the kernel ends it after \
+         /proc/sys/fs/lease-break-time seconds"
+    )]
+    BreakingLease { pid: i32, name: String, path: String },
     /// Memory that a process shares with others cannot be seen.
     #[error(
         "process {pid} ({name}) uses NCCL without the interposer, so rekindle cannot see which GPU memory it shares with other processes, and its restore would fail: set gpu.nccl = \"auto\" and leave snapshot.interposer at \"auto\", or put NCCL_P2P_DISABLE=1 and NCCL_CUMEM_HOST_ENABLE=0 in the job's environment"
@@ -190,17 +197,17 @@ pub(super) fn check_stop(tree: &[i32]) -> Result<(), Refusal> {
     check_leases(tree)
 }
 
-/// Checks that none of these processes has a write lease.
+/// Checks that none of these processes has a lease that CRIU would break, or restore wrong.
 fn check_leases(tree: &[i32]) -> Result<(), Refusal> {
-    // CRIU opens files to read a build-id; the lease holder is stopped and does not answer.
-    match WriteLease::all().into_iter().find(|lease| tree.contains(&lease.pid)) {
-        None => Ok(()),
-        Some(lease) => {
-            let (pid, name) = shown(lease.pid);
-            let path = lease.path().map_or_else(|| "a file".into(), |path| path.display().to_string());
-            Err(Refusal::Lease { pid, name, path })
-        }
-    }
+    let refused = |lease: &Lease| lease.kind != leases::Kind::Read && tree.contains(&lease.pid);
+    let Some(lease) = Lease::all().into_iter().find(refused) else { return Ok(()) };
+    let (pid, name) = shown(lease.pid);
+    let path = lease.path().map_or_else(|| "a file".into(), |path| path.display().to_string());
+    Err(match lease.kind {
+        leases::Kind::Breaking => Refusal::BreakingLease { pid, name, path },
+        // CRIU opens files to read a build-id; the lease holder is stopped and does not answer.
+        _ => Refusal::Lease { pid, name, path },
+    })
 }
 
 /// Checks that the CUDA processes use whole GPUs: the driver (580) can checkpoint neither instances of a divided GPU

@@ -12,7 +12,7 @@ use super::failure::Failure;
 use crate::snapshot::CRIU_DIR;
 use rekindle_criu as criu;
 use rekindle_os::cgroup;
-use rekindle_os::leases::WriteLease;
+use rekindle_os::leases::{self, Lease};
 use rekindle_store::{Image, Manifest};
 
 /// Checks that a second copy of the job takes only memory and time from the first.
@@ -30,7 +30,8 @@ pub(super) fn harmless(image: &Image, manifest: &Manifest) -> Result<(), Failure
         return not_tried(format!("it has up to {tasks} tasks, and its control group allows only {left} more"));
     }
     // Copying a file to the view opens it, which breaks a write lease of the job.
-    let leases = WriteLease::all();
+    let mut leases = Lease::all();
+    leases.retain(|lease| lease.kind == leases::Kind::Write);
     let leased = manifest.open_files.iter().map(|file| &file.path).find(|path| {
         let inode = fs::metadata(path.as_path()).map(|metadata| metadata.ino());
         inode.is_ok_and(|inode| leases.iter().any(|lease| lease.is_on(inode)))
