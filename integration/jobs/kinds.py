@@ -18,6 +18,7 @@ import select
 import signal
 import shutil
 import socket
+import stat
 import struct
 import sys
 import termios
@@ -858,6 +859,58 @@ def lease(kind):
     count(check)
 
 
+def breaking_lease():
+    """A read lease that a child wants to be given up: the signal for that comes once. Given up when it is told to."""
+    with open(path("leased"), "wb") as file:
+        file.write(b"leased")
+    leased = open(path("leased"), "rb", buffering=0)
+    set_lease, get_lease = 1024, 1025
+    signals = []
+    signal.signal(signal.SIGIO, lambda *_: signals.append(1))
+    fcntl.fcntl(leased, set_lease, fcntl.F_RDLCK)
+    try:
+        os.open(path("leased"), os.O_WRONLY | os.O_NONBLOCK)
+        need(False, "the lease is not in the way")
+    except BlockingIOError:
+        pass
+    await_all(lambda: signals, "no signal")
+
+    def check(n):
+        if os.path.exists(path("release")):
+            fcntl.fcntl(leased, set_lease, fcntl.F_UNLCK)
+            os.remove(path("release"))
+        need(len(signals) == 1, "signals of the lease:", len(signals))
+
+    count(check)
+
+
+def opened():
+    """Files whose names are gone, opened in ways that say nothing about them afterwards, and an epoll set that watches a
+    pipe under a number that was closed since."""
+    os.mkdir(path("gone"))
+    folder = os.open(path("gone"), os.O_RDONLY | os.O_DIRECTORY)
+    os.rmdir(path("gone"))
+    nameless = os.open(FOLDER, os.O_RDWR | os.O_TMPFILE, 0o600)
+    os.write(nameless, b"nameless")
+    out, into = os.pipe()
+    watched = select.epoll()
+    twice = os.dup2(out, 200)
+    watched.register(twice, select.EPOLLIN)
+    os.close(twice)
+    # Another file with the number that the set knows.
+    os.dup2(into, 200)
+
+    def check(n):
+        need(stat.S_ISDIR(os.fstat(folder).st_mode), "no folder")
+        need(os.pread(nameless, 100, 0) == b"nameless", "the nameless file")
+        need(watched.poll(0) == [], "an event for nothing")
+        os.write(into, b"x")
+        need([event for _, event in watched.poll(1)] == [select.EPOLLIN], "no event")
+        os.read(out, 1)
+
+    count(check)
+
+
 def terminals():
     """One terminal with both ends here, one whose other end has a child in a session of its own, one that leads it."""
     own, both = os.openpty(), os.openpty()
@@ -1194,6 +1247,8 @@ KINDS = {
     "control-groups": control_groups,
     "read-lease": lambda: lease(fcntl.F_RDLCK),
     "write-lease": lambda: lease(fcntl.F_WRLCK),
+    "breaking-lease": breaking_lease,
+    "opened": opened,
     "terminals": terminals,
     "mounted": mounted,
     "not-accepted": not_accepted,

@@ -244,14 +244,12 @@ impl Gaps {
 fn differs(how: How, then: Option<&String>, now: Option<&String>) -> bool {
     match how {
         How::Equal => then != now,
-        How::Lines => {
-            let lines = |value: Option<&String>| {
-                let mut lines: Vec<String> = value.into_iter().flat_map(|text| text.lines()).map(Into::into).collect();
-                lines.sort_unstable();
-                lines
-            };
-            lines(then) != lines(now)
-        }
+        How::Lines => lines(then) != lines(now),
+        How::Watched => watch_others(then, now),
+        How::Flags => match (octal(then), octal(now)) {
+            (Some(then), Some(now)) => (then ^ now) & !ONLY_AT_OPEN != 0,
+            _ => then != now,
+        },
         How::AtLeast => match (number(then, 10), number(now, 10)) {
             (Some(then), Some(now)) => now < then,
             _ => then != now,
@@ -271,8 +269,44 @@ fn differs(how: How, then: Option<&String>, now: Option<&String>) -> bool {
     }
 }
 
+/// O_DIRECTORY and O_TMPFILE (which contains it) say what open(2) may open, and nothing about the file that it opened. CRIU
+/// opens a file whose name is gone by another name, and without them.
+const ONLY_AT_OPEN: u64 = 0o20_200_000;
+
+/// How a record marks a file that an epoll set watches under a number that leads to another file by now, or to none.
+pub(crate) const CLOSED: &str = "closed";
+
+fn lines(value: Option<&String>) -> Vec<&str> {
+    let mut lines: Vec<&str> = value.into_iter().flat_map(|text| text.lines()).collect();
+    lines.sort_unstable();
+    lines
+}
+
+/// Whether two epoll sets watch different files. A file whose number was closed has a restored set under another number that
+/// leads to it: the events and the data that it reports are the same, and nobody could name it by the old number.
+fn watch_others(then: Option<&String>, now: Option<&String>) -> bool {
+    let (then, now) = (lines(then), lines(now));
+    let mut count: BTreeMap<&str, i64> = BTreeMap::new();
+    now.iter().for_each(|line| *count.entry(line).or_default() += 1);
+    then.iter().for_each(|line| *count.entry(line).or_default() -= 1);
+    let mut closed: BTreeMap<&str, i64> = BTreeMap::new();
+    for (line, count) in count.into_iter().filter(|(_, count)| *count != 0) {
+        match line.split_once(' ') {
+            Some((CLOSED, what)) => *closed.entry(what).or_default() += count,
+            Some((_, what)) if count > 0 => *closed.entry(what).or_default() += count,
+            // A number that was open leads elsewhere now.
+            _ => return true,
+        }
+    }
+    closed.into_values().any(|count| count != 0)
+}
+
 /// Nanoseconds by which two readings of a timer's clock may differ.
 const CLOCKS_DIFFER: u64 = 1_000_000_000;
+
+fn octal(value: Option<&String>) -> Option<u64> {
+    u64::from_str_radix(value?, 8).ok()
+}
 
 fn number(value: Option<&String>, radix: u32) -> Option<u64> {
     u64::from_str_radix(value?, radix).ok()
@@ -430,11 +464,40 @@ mod tests {
         assert_eq!(compare(&again, &record(vec![process(1)])).len(), 0);
     }
 
+    /// As CRIU restores them: a file under a number that leads to it.
+    #[test]
+    fn an_epoll_set_may_watch_what_was_closed_under_another_number() {
+        let differ = |then: &str, now: &str| differs(How::Watched, Some(&then.to_owned()), Some(&now.to_owned()));
+        assert!(!differ("5 events 1 data 5\nclosed events 1d data 7", "9 events 1d data 7\n5 events 1 data 5"));
+        assert!(!differ("closed events 1 data 1", "closed events 1 data 1"));
+        assert!(!differ("closed events 1 data 1\nclosed events 1 data 1", "7 events 1 data 1\n8 events 1 data 1"));
+        for (then, now) in [
+            ("5 events 1 data 5", "6 events 1 data 5"),
+            ("closed events 1 data 5", "6 events 1 data 6"),
+            ("closed events 1 data 5", ""),
+            ("", "6 events 1 data 5"),
+            ("closed events 1 data 5\nclosed events 1 data 5", "6 events 1 data 5"),
+            ("5 events 1 data 5", "closed events 1 data 5"),
+        ] {
+            assert!(differ(then, now), "{then:?} {now:?}");
+        }
+    }
+
     #[test]
     fn lines_have_no_order_and_time_passes() {
         let some = |text: &str| Some(text.to_owned());
         assert!(!differs(How::Lines, some("a\nb").as_ref(), some("b\na").as_ref()));
         assert!(differs(How::Lines, some("a\nb").as_ref(), some("a").as_ref()));
+        // O_DIRECTORY and O_TMPFILE are of the past once the file is open; O_NONBLOCK is not.
+        for (then, now, is_other) in [
+            ("0200000", "00", false),
+            ("020200002", "02", false),
+            ("02", "00", true),
+            ("04002", "02", true),
+            ("x", "0", true),
+        ] {
+            assert_eq!(differs(How::Flags, some(then).as_ref(), some(now).as_ref()), is_other, "{then} {now}");
+        }
         let differ = |how, then: &str, now: &str| differs(how, some(then).as_ref(), some(now).as_ref());
         assert!(!differ(How::TimeLeft, "500", "400") && differ(How::TimeLeft, "500", "2000000000"));
         assert!(!differ(How::AtLeast, "5", "6") && differ(How::AtLeast, "5", "4"));

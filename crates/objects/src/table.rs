@@ -26,6 +26,10 @@ pub enum How {
     Equal,
     /// The same lines, in any order.
     Lines,
+    /// Flags of open(2), in octal: what matters after the call must be equal.
+    Flags,
+    /// Files that an epoll set watches: those whose number was closed may have another one.
+    Watched,
     /// Numbers that may only grow: more can come while CRIU reads.
     AtLeast,
     /// Sets of signals, as hexadecimal digits: more can come.
@@ -68,7 +72,7 @@ const fn row(of: Of, item: &'static str, what: &'static str, how: How, means: Me
     Row { item, of, what, how, means }
 }
 
-use How::{AtLeast, AtLeastThese, Equal, Lines, Never, TimeLeft};
+use How::{AtLeast, AtLeastThese, Equal, Flags, Lines, Never, TimeLeft, Watched};
 use Means::{PutBack, Refused, SetLater, Told};
 use Of::{Descriptor, Mapping, Process, Thread};
 
@@ -125,7 +129,7 @@ pub const ROWS: &[Row] = &[
     row(Descriptor, "deleted", "whether the file's name is gone", Equal, Refused),
     row(Descriptor, "same", "which other descriptors are the same open file", Equal, Refused),
     row(Descriptor, "object", "which other descriptors lead to the same pipe or socket", Equal, Refused),
-    row(Descriptor, "flags", "status flags and close-on-exec", Equal, Refused),
+    row(Descriptor, "flags", "status flags and close-on-exec", Flags, Refused),
     row(Descriptor, "position", "position in the file", Equal, Refused),
     row(Descriptor, "locks", "locks and leases on the file", Lines, Told),
     row(Descriptor, "owner", "who gets its signals (F_SETOWN), and which signal (F_SETSIG)", Equal, Told),
@@ -137,7 +141,7 @@ pub const ROWS: &[Row] = &[
     row(Descriptor, "seals", "seals of a memfd", Equal, PutBack),
     row(Descriptor, "count", "count of an eventfd", Equal, Refused),
     row(Descriptor, "semaphore", "whether an eventfd is a semaphore (EFD_SEMAPHORE)", Equal, Refused),
-    row(Descriptor, "epoll", "descriptors that an epoll set watches, with events and data", Lines, Refused),
+    row(Descriptor, "epoll", "descriptors that an epoll set watches, with events and data", Watched, Refused),
     row(Descriptor, "signals", "signals of a signalfd", Equal, Refused),
     row(Descriptor, "clock", "clock and flags of a timerfd", Equal, Refused),
     row(Descriptor, "ticks", "ticks of a timerfd that were not read", AtLeast, Refused),

@@ -1,4 +1,5 @@
-//! Whether two descriptors, also of different processes, are the same open file description (kcmp(2), `KCMP_FILE`).
+//! Whether two descriptors, also of different processes, are the same open file description (kcmp(2), `KCMP_FILE`), and
+//! whether one is what an epoll set watches (`KCMP_EPOLL_TFD`).
 #![allow(unsafe_code, reason = "a system call that the libraries do not have; the block says why it is sound")]
 
 use std::cmp::Ordering;
@@ -6,6 +7,17 @@ use std::io;
 
 /// `KCMP_FILE` of linux/kcmp.h.
 const FILE: libc::c_long = 0;
+/// `KCMP_EPOLL_TFD` of linux/kcmp.h.
+const EPOLL: libc::c_long = 7;
+
+/// `struct kcmp_epoll_slot` of linux/kcmp.h: one of the files that an epoll set watches.
+#[repr(C)]
+struct Slot {
+    set: u32,
+    number: u32,
+    /// Which of those with this number.
+    index: u32,
+}
 
 /// Compares the open file descriptions of two descriptors, each given with its process. The kernel's order means nothing
 /// but is the same in each call, so lists can be sorted by it.
@@ -22,6 +34,23 @@ pub fn compare(one: (i32, i32), other: (i32, i32)) -> io::Result<Ordering> {
         2 => Ok(Ordering::Greater),
         -1 => Err(io::Error::last_os_error()),
         _ => Err(io::ErrorKind::Unsupported.into()),
+    }
+}
+
+/// Whether the descriptor `number` of a process is still the file that its epoll set watches under this number. A set keeps
+/// a file whose descriptor was closed as long as the file is open elsewhere, so there can be several with one number:
+/// `index` is the one that is meant, in the order of the set's fdinfo.
+///
+/// # Errors
+/// When the process, the descriptor or the set is gone, we may not trace the process, or the kernel has no kcmp(2).
+pub fn is_watched(pid: i32, set: i32, number: i32, index: u32) -> io::Result<bool> {
+    let slot = Slot { set: set.cast_unsigned(), number: number.cast_unsigned(), index };
+    let [of, number] = [pid, number].map(libc::c_long::from);
+    // SAFETY: a system call on numbers and a structure that is borrowed for it and only read.
+    match unsafe { libc::syscall(libc::SYS_kcmp, of, of, EPOLL, number, &raw const slot) } {
+        0 => Ok(true),
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(false),
     }
 }
 

@@ -51,6 +51,7 @@ macro_rules! kinds {
 
 kinds! {
     a_lease_on_a_file: "read-lease",
+    what_only_mattered_when_it_was_opened: "opened",
     terminals_of_the_job_in_several_sessions: "terminals",
     unix_sockets_whose_paths_were_removed_or_replaced: "moved-sockets",
     unix_datagrams_that_wait_with_their_senders: "datagrams",
@@ -299,6 +300,23 @@ fn no_snapshot_breaks_a_write_lease() {
 }
 
 /// CRIU dumps it and cannot restore it.
+/// At a restore CRIU breaks it again, and leaves the signal for that to the holder.
+#[test]
+fn a_lease_that_is_being_broken_is_refused_until_it_is_given_up() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = lab.python("kinds.py", &["breaking-lease", lab.path().to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    run.signal(Signal::SIGUSR1);
+    run.wait_said(&format!("has a lease on {} (fcntl F_SETLEASE) that another", lab.file("leased").display()));
+    fs::write(lab.file("release"), "").unwrap();
+    run.wait_for("it is given up", || !lab.file("release").exists());
+    run.signal(Signal::SIGUSR1);
+    run.wait_for("an image", || !lab.good().is_empty());
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
 #[test]
 fn a_program_in_memory_is_refused_until_it_ends() {
     let Some(lab) = Lab::new() else { return };

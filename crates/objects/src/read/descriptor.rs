@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 use rekindle_os::attributes;
 use rekindle_os::descriptor_table::DescriptorTable;
 use rekindle_os::process as os_process;
+use rekindle_os::same;
 
 use super::identity::Named;
 use super::kind::Kind;
@@ -19,6 +20,8 @@ pub(super) struct Raw {
     /// Where /proc/PID/fd leads.
     pub(super) target: String,
     pub(super) info: String,
+    /// Which of what an epoll set watches are under a number that no longer leads to the file.
+    closed: Vec<bool>,
     more: More,
 }
 
@@ -38,6 +41,7 @@ struct More {
 /// The descriptors of a process.
 #[derive(Debug)]
 pub(super) struct Table {
+    pid: i32,
     table: Option<DescriptorTable>,
     /// To fetch them.
     process: Option<OwnedFd>,
@@ -46,7 +50,7 @@ pub(super) struct Table {
 
 impl Table {
     pub(super) fn of(pid: i32) -> Table {
-        Table { table: DescriptorTable::of(pid).ok(), process: pidfd(pid), groups: Groups::of(pid) }
+        Table { pid, table: DescriptorTable::of(pid).ok(), process: pidfd(pid), groups: Groups::of(pid) }
     }
 
     pub(super) fn numbers(&self) -> &[i32] {
@@ -65,7 +69,13 @@ impl Table {
         let more = opened.as_ref().map(|opened| More::read(opened, kind)).unwrap_or_default();
         let opened = opened.filter(|_| kind == Kind::Socket && is_new(&target));
         let socket = opened.as_ref().map(|socket| socket::Raw::read(socket, &self.groups));
-        Some((Raw { number, target, info, more }, socket))
+        let closed = fdinfo::watched(&info).into_iter().map(|(watched, index)| {
+            // Of one that cannot be asked it is not said.
+            let is_closed = |error: std::io::Error| error.raw_os_error() == Some(libc::EBADF);
+            same::is_watched(self.pid, number, watched, index).map_or_else(is_closed, |is_watched| !is_watched)
+        });
+        let closed = closed.collect();
+        Some((Raw { number, target, info, closed, more }, socket))
     }
 }
 
@@ -111,6 +121,7 @@ impl Raw {
             }
         }
         fdinfo::items(&self.info, &mut items);
+        fdinfo::mark_closed(&mut items, &self.closed);
         if let Some(socket) = sockets.get(&self.target) {
             socket.items(&mut items);
         }

@@ -1,5 +1,8 @@
 //! /proc/PID/fdinfo/N (proc_pid_fdinfo(5)): position and flags of every descriptor, and what each kind adds.
 
+use std::collections::BTreeMap;
+
+use crate::compare::CLOSED;
 use crate::record::Items;
 
 /// Adds the items of this file.
@@ -91,6 +94,29 @@ fn lock(value: &str) -> String {
         [kind, mode, access, _pid, _file, start, end] => format!("{kind} {mode} {access} {start} {end}"),
         _ => words.join(" "),
     }
+}
+
+/// Numbers under which an epoll set with this fdinfo watches files, each with its index among those of the same number.
+pub(super) fn watched(text: &str) -> Vec<(i32, u32)> {
+    let mut counts: BTreeMap<i32, u32> = BTreeMap::new();
+    let numbers = text.lines().filter_map(|line| line.strip_prefix("tfd:")?.split_whitespace().next()?.parse().ok());
+    numbers
+        .map(|number: i32| {
+            let count = counts.entry(number).or_default();
+            *count += 1;
+            (number, *count - 1)
+        })
+        .collect()
+}
+
+/// Marks those of what an epoll set watches whose number no longer leads to the file, in the order of [`watched`].
+pub(super) fn mark_closed(items: &mut Items, closed: &[bool]) {
+    let Some(lines) = items.get_mut("epoll") else { return };
+    let marked = |(at, line): (usize, &str)| match line.split_once(' ') {
+        Some((_, rest)) if closed.get(at) == Some(&true) => format!("{CLOSED} {rest}"),
+        _ => line.to_owned(),
+    };
+    *lines = lines.lines().enumerate().map(marked).collect::<Vec<_>>().join("\n");
 }
 
 /// `5 events: 1d data: 500000005 pos:0 ino:61af sdev:7`: descriptor, events and data.
