@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """lie.py FOLDER: changes CRIU's image files of one process and its threads as a CRIU would that loses things in silence.
 
-Prints a word for each item that it has changed. The fields are those of CRIU 4.2's images/*.proto."""
+Prints a line for each item that it has changed: what is to become of it, and its word. The fields are those of CRIU 4.2's images/*.proto."""
 
 import glob
 import os
@@ -61,6 +61,13 @@ def build(fields):
     return out
 
 
+def plus(value):
+    """A value of the field's kind that is another one."""
+    if isinstance(value, int):
+        return value + 1
+    return value[:-1] + bytes([value[-1] ^ 1])
+
+
 def change(message, path, to):
     """Changes the field at a path of numbers. Returns the message, and whether it had the field."""
     fields, done = parse(message), False
@@ -87,6 +94,10 @@ def without(message, path):
     return message
 
 
+def added(message, field, kind, value):
+    return build([*parse(message), [field, kind, value]])
+
+
 def rewrite(name, each):
     """Replaces each record of an image file by what `each` returns; None leaves it out."""
     path = os.path.join(folder, name)
@@ -105,64 +116,174 @@ def rewrite(name, each):
         file.truncate()
 
 
-def lie(word, name, path, to):
+def lie(word, name, path, to=plus, where=lambda record: True, becomes="found"):
+    """Changes a field of those records of an image file that are to be changed."""
     done = []
 
     def each(record):
-        record, was = change(record, path, to)
-        done.append(was)
+        if where(record):
+            record, was = change(record, path, to)
+            done.append(was)
         return record
 
     rewrite(name, each)
-    assert any(done), f"{name} has no {path}"
-    print(word)
+    assert any(done), f"no record of {name} has {path} for {word}"
+    print(becomes, word)
 
 
-job = min(int(name[len("core-") : -len(".img")]) for name in os.listdir(folder) if name.startswith("core-100") and name != "core-1000.img")
-REG, EVENTFD, EPOLL, PIPE = 3, 8, 9, 18
+def without_all(word, name, path, where=lambda record: True):
+    """Removes all fields at a path."""
+
+    def each(record):
+        while where(record) and (less := without(record, path)) != record:
+            record = less
+        return record
+
+    before = open(os.path.join(folder, name), "rb").read()
+    rewrite(name, each)
+    assert open(os.path.join(folder, name), "rb").read() != before, f"no record of {name} has {path} for {word}"
+    print("found", word)
 
 
-def of_file(record, kind):
-    return any(field[0] == kind for field in parse(record))
+def value_at(record, path):
+    """The first value at a path of numbers, and None if there is none."""
+    for field in parse(record):
+        if field[0] == path[0]:
+            return field[2] if len(path) == 1 else value_at(field[2], path[1:])
+    return None
 
 
+def is_at(path, *values):
+    return lambda record: value_at(record, path) in values
+
+
+def file_named(end):
+    return lambda record: (value_at(record, [REG, 6]) or b"").endswith(end)
+
+
+def records(name):
+    found = []
+    rewrite(name, lambda record: found.append(record) or record)
+    return found
+
+
+def read_only(mapping):
+    """Of memory that is shared, and of no file."""
+    is_shared = value_at(mapping, [6]) == MAP_SHARED and value_at(mapping, [5]) == READ | WRITE
+    return change(mapping, [5], lambda _: READ)[0] if is_shared else mapping
+
+
+MAP_SHARED, READ, WRITE = 1, 1, 2
+REG, INET, EVENTFD, EPOLL, SIGNALFD, TIMERFD, INOTIFY, UNIX, PIPE, PIDFD = 3, 4, 8, 9, 10, 12, 13, 16, 18, 22
+UDP, LISTENS, WRITES, NONBLOCK = 17, 10, 1, 0o4000
+reaper, job, child, another_child = [value_at(record, [1]) for record in records("pstree.img")]
+thread, another_thread = [field[2] for field in parse(records("pstree.img")[1]) if field[0] == 5 and field[2] != job]
+core, core_of_thread, core_of_child = (f"core-{pid}.img" for pid in (job, thread, child))
+table = f"fdinfo-{value_at(records(f'ids-{job}.img')[0], [2])}.img"
+table_of_child = f"fdinfo-{value_at(records(f'ids-{child}.img')[0], [2])}.img"
+ids = {end: value_at(record, [2]) for record in records("files.img") for end in (b"/plain", b"/gone") if file_named(end)(record)}
+
+# Processes and threads.
+rewrite("pstree.img", lambda record: None if value_at(record, [1]) == another_child else record)
+print("found process")
+
+
+def without_a_thread(record):
+    return build([field for field in parse(record) if field[0] != 5 or field[2] != another_thread])
+
+
+rewrite("pstree.img", without_a_thread)
+print("found thread")
+lie("parent", "pstree.img", [2], lambda _: reaper, is_at([1], child))
+lie("root", f"fs-{child}.img", [2], lambda _: value_at(records(f"fs-{child}.img")[0], [1]))
 lie("umask", f"fs-{job}.img", [3], lambda _: 0o777)
-lie("count", "files.img", [EVENTFD, 4], lambda value: value + 1)
-rewrite("files.img", lambda record: without(record, [EPOLL, 4]) if of_file(record, EPOLL) else record)
-print("epoll")
+lie("directory", f"fs-{job}.img", [1], lambda _: value_at(records(f"fs-{job}.img")[0], [2]))
+lie("process-group", "pstree.img", [3], lambda _: reaper, is_at([1], job))
+lie("layout", f"mm-{job}.img", [8])
+lie("mapping", f"mm-{job}.img", [14], read_only)
+lie("huge-pages", f"mm-{job}.img", [17], lambda _: 1)
+lie("limits", core, [3, 8, 1, 1], lambda value: 1234 if value == 4096 else value)
+lie("oom-score-adj", core, [3, 14], lambda _: 77)
+lie("blocked-signals", core, [3, 5], lambda value: b"\0" * 8 if isinstance(value, bytes) else 0)
+lie("name", core, [3, 6], lambda _: b"another")
+lie("robust-list", core_of_thread, [5, 1])
+lie("capabilities", core_of_thread, [5, 10, 11], lambda value: 0)
+lie("more-groups", core_of_child, [5, 10], lambda creds: creds + bytes([14 << 3, 7]))
+lie("users", core_of_thread, [5, 10, 7], lambda _: 7)
+lie("groups", core_of_thread, [5, 10, 8], lambda _: 7)
+lie("no-new-privileges", core_of_child, [5, 10], lambda creds: creds + number(18 << 3) + b"\1")
+without_all("timers", core, [3, 7, 4])
+without_all("pending-signals", core, [3, 10, 1])
+
+# Descriptors.
+lie("flags", "files.img", [PIPE, 3], lambda flags: flags & ~NONBLOCK, is_at([PIPE, 3], NONBLOCK))
+lie("owner", "files.img", [PIPE, 4, 5], lambda _: child, is_at([PIPE, 4, 5], job))
+lie("position", "files.img", [REG, 3], lambda _: 3, file_named(b"/plain"))
+lie("object", "files.img", [PIPE, 2], where=is_at([PIPE, 3], WRITES))
+lie("count", "files.img", [EVENTFD, 4])
+lie("signals", "files.img", [SIGNALFD, 4], lambda mask: mask * 2)
+lie("clock", "files.img", [TIMERFD, 4], lambda _: 7)
+lie("inotify", "files.img", [INOTIFY, 5, 3], lambda _: 0x200)
+lie("process", "files.img", [PIDFD, 4], lambda _: job)
+lie("shutdown", "files.img", [UNIX, 12], lambda _: 0, is_at([UNIX, 12], 1, 2))
+lie("address", "files.img", [INET, 7], where=is_at([INET, 5], UDP))
+lie("state", "files.img", [INET, 6], lambda _: 7, is_at([INET, 6], LISTENS))
+lie("settings", "tty-info.img", [9, 4], lambda flags: flags ^ 2, is_at([2], 1))
+lie("window", "tty-info.img", [11, 1], where=is_at([2], 1))
+without_all("epoll", "files.img", [EPOLL, 4])
+# A copy of the one descriptor leads to the file of another.
+copies = [value_at(record, [4]) for record in records(table) if value_at(record, [1]) == ids[b"/plain"]]
+lie("same", table, [1], lambda _: ids[b"/gone"], is_at([4], max(copies)))
+rewrite(table_of_child, lambda record: None if value_at(record, [4]) == max(copies) else record)
+print("found descriptor")
 
 
-def moved(record):
-    """The position of the file that was written to."""
-    names = [field[2] for field in parse(record) if field[0] == REG]
-    if any(b"plain" in name for name in names):
-        record, _ = change(record, [REG, 3], lambda _: 3)
-    return record
+def event_for_null(record):
+    """The child's descriptor of /dev/null leads to the eventfd, which is of another kind."""
+    if value_at(record, [4]) != 0:
+        return record
+    event = next(record for record in records(table) if value_at(record, [3]) == 6)
+    record, _ = change(record, [1], lambda _: value_at(event, [1]))
+    return change(record, [3], lambda _: 6)[0]
 
 
-rewrite("files.img", moved)
-print("position")
-# Each record of this file has data behind it.
-os.truncate(os.path.join(folder, "pipes-data.img"), 8)
-print("queued")
-lie("blocked-signals", f"core-{job}.img", [3, 5], lambda value: b"\0" * 8 if isinstance(value, bytes) else 0)
-lie("name", f"core-{job}.img", [3, 6], lambda _: b"another")
+rewrite(table_of_child, event_for_null)
+print("found kind")
+os.truncate(os.path.join(folder, "filelocks.img"), 8)
+print("found locks")
+# Each record of these files has data behind it.
+for name, word in [("pipes-data.img", "queued"), ("sk-queues.img", "readable")]:
+    os.truncate(os.path.join(folder, name), 8)
+    print("found", word)
+
+# What rekindle puts back, whatever CRIU does.
+lie("personality", core, [3, 3], lambda _: 0x40000, becomes="put back")
+lie("scheduling", core, [5, 3], lambda _: 4, becomes="put back")
+lie("SO_PRIORITY", "files.img", [INET, 14, 8], where=is_at([INET, 5], UDP), becomes="put back")
+lie("seals", "memfd.img", [6], lambda _: 0, where=is_at([1], b"x"), becomes="put back")
+
 handlers = []
 
 
-def one_handler_less(record):
-    """The action of SIGUSR1, the tenth signal: SIGKILL, the ninth, has none."""
-    fields = parse(record)
-    for field in fields:
-        if field[0] == 3:
-            inner = parse(field[2])
-            actions = [action for action in inner if action[0] == 15]
-            actions[8][2], was = change(actions[8][2], [1], lambda _: 0)
-            handlers.append(was)
-            field[2] = build(inner)
-    return build(fields)
+def without_action(signal):
+    """The action of a signal. SIGKILL and SIGSTOP, the 9th and the 19th, have none."""
+
+    def each(record):
+        fields = parse(record)
+        for field in fields:
+            if field[0] == 3:
+                inner = parse(field[2])
+                actions = [action for action in inner if action[0] == 15]
+                at = signal - 1 - (signal > 9) - (signal > 19)
+                actions[at][2], was = change(actions[at][2], [1], lambda _: 0)
+                handlers.append(was)
+                field[2] = build(inner)
+        return build(fields)
+
+    return each
 
 
-rewrite(f"core-{job}.img", one_handler_less)
-assert any(handlers)
-print("caught-signals")
+for signal, word in [(13, "ignored-signals"), (10, "caught-signals")]:
+    rewrite(core, without_action(signal))
+    print("found", word)
+assert all(handlers)

@@ -5,18 +5,24 @@ It ends when FOLDER/finish exists."""
 
 import ctypes
 import fcntl
+import mmap
 import os
+import pty
+import resource
 import select
 import signal
 import socket
+import struct
 import sys
+import termios
 import threading
 import time
+import tty
 
 folder = sys.argv[1]
 libc = ctypes.CDLL(None, use_errno=True)
 F_SETPIPE_SZ, F_GETPIPE_SZ, F_ADD_SEALS, F_GET_SEALS = 1031, 1032, 1033, 1034
-PR_SET_TIMERSLACK, IOPRIO_SET, IOPRIO_GET = 29, 251, 252
+PR_SET_PDEATHSIG, PR_SET_TIMERSLACK, IOPRIO_SET, IOPRIO_GET = 1, 29, 251, 252
 
 reader, writer = os.pipe()
 os.write(writer, b"abc")
@@ -36,6 +42,47 @@ listener.listen()
 client = socket.create_connection(listener.getsockname())
 served = listener.accept()[0]
 datagrams = socket.socket(type=socket.SOCK_DGRAM)
+datagrams.bind(("127.0.0.1", 0))
+datagrams.sendto(b"waits", datagrams.getsockname())
+left, right = socket.socketpair()
+left.send(b"waits")
+client.send(b"waits")
+half, other_half = socket.socketpair()
+half.shutdown(socket.SHUT_RD)
+master, terminal = pty.openpty()
+tty.setraw(terminal)
+fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 81, 0, 0))
+os.write(terminal, b"output")
+timer_descriptor = libc.timerfd_create(1, 0)
+libc.timerfd_settime(timer_descriptor, 0, struct.pack("4q", 100, 0, 5000, 0), None)
+signals = libc.signalfd(-1, struct.pack("Q", 1 << (signal.SIGRTMIN + 2)), 0)
+# SIGEV_SIGNAL, CLOCK_MONOTONIC
+timer = ctypes.c_void_p()
+libc.timer_create(1, struct.pack("qii48x", 5, signal.SIGRTMIN + 1, 0), ctypes.byref(timer))
+shared = mmap.mmap(-1, 4096, flags=mmap.MAP_SHARED)
+copy = os.dup(plain.fileno())
+gone = open(os.path.join(folder, "gone"), "w+")
+gone.write("no name")
+gone.flush()
+os.unlink(gone.name)
+fcntl.flock(plain, fcntl.LOCK_EX)
+fcntl.fcntl(reader, fcntl.F_SETOWN, os.getpid())
+fcntl.fcntl(reader, fcntl.F_SETFL, os.O_NONBLOCK)
+resource.setrlimit(resource.RLIMIT_CORE, (4096, 8192))
+
+
+def has_child():
+    child = os.fork()
+    if child == 0:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.setsid()
+        while True:
+            signal.pause()
+    return child
+
+
+child, another_child = has_child(), has_child()
+process = os.pidfd_open(child)
 # (socket, level, name, value): those that a restore by CRIU 4.2.1 alone loses.
 options = [
     (listener, socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 7),
@@ -51,16 +98,21 @@ for each, level, name, value in options:
     each.setsockopt(level, name, value)
 # TCP_CONGESTION
 client.setsockopt(socket.IPPROTO_TCP, 13, b"reno")
+os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 libc.prctl(PR_SET_TIMERSLACK, 1234)
 libc.syscall(IOPRIO_SET, 1, 0, 3 << 13)
 with open("/proc/self/coredump_filter", "w") as filter:
     filter.write("0x7f")
 signal.signal(signal.SIGUSR1, lambda *_: None)
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
-threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+for _ in range(2):
+    threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
 os.umask(0o027)
 if os.geteuid() == 0:
     os.setgroups([])
+os.kill(os.getpid(), signal.SIGUSR2)
+inotify = libc.inotify_init1(0)
+libc.inotify_add_watch(inotify, folder.encode(), 0x400)
 
 
 def text(name):

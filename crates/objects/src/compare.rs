@@ -30,12 +30,25 @@ impl fmt::Display for Difference {
             _ => write!(f, "process {pid} ({name})")?,
         }
         write!(f, ": {}: ", self.row.what)?;
-        let value = |value: &Option<String>| match value {
-            Some(value) => shortened(value),
+        let value = |value: Option<String>| match value {
+            Some(value) => shortened(&value),
             None => "nothing".to_owned(),
         };
-        write!(f, "was {}, is {}", value(&self.then), value(&self.now))
+        let (then, now) = match self.row.how {
+            How::Lines => {
+                (without(self.then.as_deref(), self.now.as_deref()), without(self.now.as_deref(), self.then.as_deref()))
+            }
+            _ => (self.then.clone(), self.now.clone()),
+        };
+        write!(f, "was {}, is {}", value(then), value(now))
     }
+}
+
+/// The lines that the other value does not have.
+fn without(value: Option<&str>, other: Option<&str>) -> Option<String> {
+    let known: BTreeSet<&str> = other.into_iter().flat_map(str::lines).collect();
+    let own: Vec<&str> = value?.lines().filter(|line| !known.contains(line)).collect();
+    (!own.is_empty()).then(|| own.join("\n"))
 }
 
 /// A value can be as long as a job likes.
@@ -502,6 +515,13 @@ mod tests {
         assert!(!differ(How::TimeLeft, "500", "400") && differ(How::TimeLeft, "500", "2000000000"));
         assert!(!differ(How::AtLeast, "5", "6") && differ(How::AtLeast, "5", "4"));
         assert!(!differ(How::AtLeastThese, "04", "0c") && differ(How::AtLeastThese, "0c", "04"));
+        let lines = Difference {
+            row: table::find(Of::Process, "limits").unwrap(),
+            then: some("a 1\nb 2\nc 3"),
+            now: some("b 2\na 1"),
+            ..compare(&record(vec![process(1)]), &record(vec![])).remove(0)
+        };
+        assert!(lines.to_string().ends_with("was c 3, is nothing"), "{lines}");
         let long = Difference {
             then: some(&"x\n".repeat(1000)),
             ..compare(&record(vec![process(1)]), &record(vec![])).remove(0)

@@ -25,6 +25,8 @@ use crate::record::{self, Record};
 /// What was read, as the kernel gave it.
 #[derive(Debug)]
 pub struct Raw {
+    /// The first process of the tree, as we see it.
+    root: i32,
     processes: Vec<process::Raw>,
     sockets: Sockets,
     identity: identity::Identity,
@@ -42,7 +44,7 @@ impl Raw {
         processes.sort_unstable_by_key(|process| process.pid);
         let sockets = descriptors(&mut processes);
         let identity = identity::Identity::find(&open(&processes));
-        Raw { processes, sockets, identity }
+        Raw { root: tree.first().copied().unwrap_or_default(), processes, sockets, identity }
     }
 
     /// Makes the record of it.
@@ -50,7 +52,9 @@ impl Raw {
     pub fn record(self, criu: &str) -> Record {
         let pids = self.pids();
         let identity = self.identity.named(&open(&self.processes), &pids);
-        let of_each = |process: process::Raw| process.record(&pids, &identity, &self.sockets);
+        let of_root = self.processes.iter().find(|process| process.pid == self.root).and_then(process::Raw::groups);
+        let of_root = of_root.unwrap_or_default().to_owned();
+        let of_each = |process: process::Raw| process.record(&of_root, &pids, &identity, &self.sockets);
         let mut processes: Vec<record::Process> = self.processes.into_iter().filter_map(of_each).collect();
         processes.sort_unstable_by_key(|process| process.pid);
         let kernel = nix::sys::utsname::uname();

@@ -101,6 +101,19 @@ pub fn length(descriptor: &impl AsFd, request: libc::Ioctl) -> io::Result<i32> {
     }
 }
 
+/// What a connection has of `POLLRDHUP` (nothing more comes) and `POLLHUP` (both directions are over); poll(2).
+///
+/// # Errors
+/// The kernel's error.
+pub fn hung_up(connection: &impl AsFd) -> io::Result<i16> {
+    let mut polled = libc::pollfd { fd: connection.as_fd().as_raw_fd(), events: libc::POLLRDHUP, revents: 0 };
+    // SAFETY: one pollfd, which is a live local.
+    match unsafe { libc::poll(&raw mut polled, 1, 0) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(polled.revents & (libc::POLLRDHUP | libc::POLLHUP)),
+    }
+}
+
 /// The settings of a terminal, as hexadecimal digits of the kernel's structure (`TCGETS2`): modes, control characters,
 /// speeds.
 ///

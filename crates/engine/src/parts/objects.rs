@@ -131,6 +131,8 @@ pub(crate) struct Checked {
 pub(crate) struct Recorded {
     record: Option<Record>,
     compare: Compare,
+    /// The running job is in its control groups, and what is rehearsed is not.
+    is_rehearsed: bool,
 }
 
 impl Recorded {
@@ -138,10 +140,10 @@ impl Recorded {
     ///
     /// # Errors
     /// When there is none that can be used, and one is required.
-    pub(crate) fn of(image: &Beneath, compare: Compare) -> Result<Recorded, Error> {
+    pub(crate) fn of(image: &Beneath, compare: Compare, is_rehearsed: bool) -> Result<Recorded, Error> {
         let why = match image.join(FILE_NAME).content(MAX_BYTES) {
             Ok(bytes) => match Record::parse(&bytes) {
-                Ok(record) => return Ok(Recorded { record: Some(record), compare }),
+                Ok(record) => return Ok(Recorded { record: Some(record), compare, is_rehearsed }),
                 Err(Damaged::Parse(source)) => format!("the record of what the job had is damaged ({source})"),
                 Err(other) => other.to_string(),
             },
@@ -154,7 +156,7 @@ impl Recorded {
             return Err(Error::NoRecord { why });
         }
         tracing::info!("the restored job is not compared with what it was: {why}");
-        Ok(Recorded { record: None, compare })
+        Ok(Recorded { record: None, compare, is_rehearsed })
     }
 
     /// Compares the tasks of the tree below `root` before any of them runs, and puts back what can be.
@@ -171,6 +173,7 @@ impl Recorded {
             now = Raw::read(&tree).record(criu);
             found = differences(record, &now, manifest);
         }
+        found.retain(|difference| !(self.is_rehearsed && difference.row.item == "control-groups"));
         let (later, found): (Vec<_>, Vec<_>) =
             found.into_iter().partition(|difference| difference.row.means == Means::SetLater);
         let (refused, told): (Vec<_>, Vec<_>) = found
@@ -179,7 +182,9 @@ impl Recorded {
         if refused.is_empty() {
             return Ok(Checked { told: lines(OTHERWISE, &told), later });
         }
-        lines(OTHERWISE, &refused).iter().for_each(|line| tracing::debug!("{line}"));
+        for line in [&refused, &told].into_iter().flat_map(|differences| lines(OTHERWISE, differences)) {
+            tracing::debug!("{line}");
+        }
         let versions = |record: &Record| format!("kernel {} and CRIU {}", record.kernel, record.criu);
         let (then, now) = (versions(record), versions(&now));
         Err(Error::Differs { differences: refused, upgraded: (then != now).then_some((then, now)) })

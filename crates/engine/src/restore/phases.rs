@@ -394,7 +394,7 @@ pub(super) fn run_criu(
     let securebits = criu::image::securebits(&images).map_err(criu::RunError::Image)?;
     access::check_securebits(&securebits, request.identity)
         .map_err(|why| Error::Refused { id: request.image.id, why })?;
-    let recorded = Recorded::of(&request.image.dir, request.checks.compare)?;
+    let recorded = Recorded::of(&request.image.dir, request.checks.compare, until == Until::ItWouldRun)?;
     let (mut refused, mut differs, mut rehearsed) = (None, None, false);
     let (mut open, mut differences, mut later) = (Vec::new(), Vec::new(), Later::default());
     let mut before_it_runs = |moment| {

@@ -19,6 +19,7 @@ pub(super) struct Raw {
     pub(super) pid: i32,
     stat: String,
     limits: Option<String>,
+    groups: Option<String>,
     maps: String,
     timers: Option<String>,
     undoes: Option<bool>,
@@ -51,6 +52,7 @@ impl Raw {
             pid,
             stat,
             limits: file("limits"),
+            groups: file("cgroup"),
             maps: file("maps").unwrap_or_default(),
             timers: file("timers"),
             undoes: undoes(pid, &threads, tree),
@@ -67,7 +69,19 @@ impl Raw {
         self.threads.iter().filter_map(|thread| Some((thread.tid, thread.inner()?))).collect()
     }
 
-    pub(super) fn record(self, pids: &Pids, identity: &Named, sockets: &Sockets) -> Option<record::Process> {
+    /// Its control groups, as /proc shows them.
+    pub(super) fn groups(&self) -> Option<&str> {
+        self.groups.as_deref()
+    }
+
+    /// `of_root` are the control groups of the tree's root.
+    pub(super) fn record(
+        self,
+        of_root: &str,
+        pids: &Pids,
+        identity: &Named,
+        sockets: &Sockets,
+    ) -> Option<record::Process> {
         let leader = self.threads.iter().find(|thread| thread.tid == self.pid)?;
         let status = &leader.status;
         let pid = innermost(status, "NSpid")?;
@@ -113,6 +127,7 @@ impl Raw {
             );
         }
         put("limits", self.limits.as_deref().map(limits));
+        put("control-groups", self.groups.as_deref().map(|own| groups(own, of_root)));
         put("timers", self.timers.as_deref().filter(|text| !text.is_empty()).map(|text| timers(text, pids)));
         put("undo-list", self.undoes.map(|has| if has { "yes" } else { "no" }.to_owned()));
         for (item, text) in self.lines {
@@ -177,6 +192,22 @@ fn limits(text: &str) -> String {
     lines.collect::<Vec<_>>().join("\n")
 }
 
+/// A line for each hierarchy of control groups: its controllers or its name, and the path below that of the root. Numbers of
+/// hierarchies are those of a boot.
+fn groups(own: &str, of_root: &str) -> String {
+    let parts = |line: &str| -> Option<(String, String)> {
+        let (name, path) = line.split_once(':')?.1.split_once(':')?;
+        Some((name.to_owned(), path.to_owned()))
+    };
+    let roots: BTreeMap<String, String> = of_root.lines().filter_map(parts).collect();
+    let line = |(name, path): (String, String)| {
+        let below = roots.get(&name).and_then(|root| path.strip_prefix(root.trim_end_matches('/')));
+        let below = below.filter(|below| below.is_empty() || below.starts_with('/')).unwrap_or(&path);
+        format!("{name}:{}", below.trim_start_matches('/'))
+    };
+    own.lines().filter_map(parts).map(line).collect::<Vec<_>>().join("\n")
+}
+
 /// The table of timers, a line for each, with the ids that the job sees. One whose thread has ended signals nobody, as one
 /// of SIGEV_NONE. A clock of CPU time can be that of the thread itself or one with its number.
 fn timers(text: &str, pids: &Pids) -> String {
@@ -217,6 +248,13 @@ mod tests {
         assert_eq!((stat.parent(), stat.number(22), stat.number(52)), (Some(4), Some(22), Some(52)));
         assert_eq!(stat.layout(), "26 27 28 45 46 47 48 49 50 51");
         assert!(Stat::of("no process").is_none());
+    }
+
+    #[test]
+    fn control_groups_are_those_below_the_root() {
+        let root = "4:memory:/slurm/job\n1:name=x:/\n0::/a/b\n";
+        assert_eq!(groups(root, root), "memory:\nname=x:\n:");
+        assert_eq!(groups("9:memory:/slurm/job/own\n1:name=x:/y\n0::/a/bc\n", root), "memory:own\nname=x:y\n:a/bc");
     }
 
     #[test]

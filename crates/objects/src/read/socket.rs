@@ -21,6 +21,7 @@ pub(super) struct Raw {
     is_connected: bool,
     peer: Option<String>,
     peer_user: Option<(u32, u32)>,
+    shutdown: Option<Shutdown>,
     readable: Option<i32>,
     congestion: Option<String>,
     device: Option<String>,
@@ -89,6 +90,7 @@ impl Raw {
             is_connected: peer.is_ok(),
             peer: address(peer),
             peer_user: (family == libc::AF_UNIX).then(|| peer_user(socket)).flatten(),
+            shutdown: peer.is_ok().then(|| Shutdown::of(socket)).flatten(),
             readable: (!listens).then(|| attributes::length(socket, libc::FIONREAD).ok()).flatten(),
             congestion: is_tcp.then(|| string(socket, libc::IPPROTO_TCP, libc::TCP_CONGESTION)).flatten(),
             device: is_ip.then(|| string(socket, libc::SOL_SOCKET, libc::SO_BINDTODEVICE)).flatten(),
@@ -125,6 +127,7 @@ impl Raw {
             // CRIU makes a connection between UNIX sockets as a pair, and names it where it can.
             (if is_unix { "peer-name" } else { "peer" }, self.peer.clone()),
             ("peer-user", peer_user),
+            ("shutdown", self.shutdown.map(|shutdown| shutdown.in_words().to_owned())),
             (if is_udp { "datagrams" } else { "readable" }, self.readable.map(|length| length.to_string())),
             ("congestion", self.congestion.clone()),
             ("device", self.device.clone().filter(|device| !device.is_empty())),
@@ -144,6 +147,33 @@ impl Raw {
                 let is_doubled = matches!(option.name, "SO_SNDBUF" | "SO_RCVBUF");
                 put(option.name, even(value).filter(|_| is_doubled).unwrap_or_else(|| text(value)));
             }
+        }
+    }
+}
+
+/// Which directions of a connection are over, as poll(2) shows it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Shutdown {
+    None,
+    /// Nothing more comes.
+    Receive,
+    Both,
+}
+
+impl Shutdown {
+    fn of(socket: &OwnedFd) -> Option<Shutdown> {
+        Some(match attributes::hung_up(socket).ok()? {
+            0 => Shutdown::None,
+            events if events & libc::POLLHUP == 0 => Shutdown::Receive,
+            _ => Shutdown::Both,
+        })
+    }
+
+    fn in_words(self) -> &'static str {
+        match self {
+            Shutdown::None => "no",
+            Shutdown::Receive => "to receive",
+            Shutdown::Both => "to send and to receive",
         }
     }
 }
