@@ -46,7 +46,7 @@ pub use peers::{Dangling, dangling_sockets};
 pub use posix_timers::{UnknownTimer, correct_posix_timers};
 pub use queues::{Queues, Stuck, keep_in_flight};
 pub use sockets::{TcpSocket, close_connections, close_connections_outwards, tcp_sockets};
-pub use streams::{Behind, behind, complete};
+pub use streams::{Behind, Unsent, behind, complete, set_unsent_apart, unsent};
 pub use timers::restart_timers;
 pub use unnamed::{Known, Unnamed, UnnamedFiles};
 pub use without_memory::without_memory;

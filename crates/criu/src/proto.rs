@@ -250,6 +250,9 @@ pub(crate) struct TcpStreamEntry {
     /// The number of the next byte to be written.
     #[prost(uint32, required, tag = "4")]
     pub(crate) outq_seq: u32,
+    /// Bytes at the end of those that were written and not acknowledged that were not even sent.
+    #[prost(uint32, optional, tag = "12")]
+    pub(crate) unsq_len: Option<u32>,
     /// The number of the byte after those that were acknowledged.
     #[prost(uint32, optional, tag = "17")]
     pub(crate) rcv_wup: Option<u32>,

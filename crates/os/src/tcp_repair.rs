@@ -4,9 +4,9 @@
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 
-use nix::sys::socket::{MsgFlags, recv};
+use nix::sys::socket::{MsgFlags, recv, send};
 
-use super::process;
+use super::{process, sockopt};
 
 /// Ends the repair mode of these processes' connections, and returns how many there were. Connections that cannot be
 /// reached are skipped.
@@ -43,6 +43,44 @@ pub fn received(socket: &OwnedFd, length: usize) -> io::Result<Vec<u8>> {
     set(socket, libc::TCP_REPAIR_QUEUE, before)?;
     queue.truncate(found?);
     Ok(queue)
+}
+
+/// Writes to a connection that is not in repair mode, without waiting. Where its queue has no room for all of it, as it had
+/// before, the queue is larger meanwhile.
+///
+/// # Errors
+/// When it is closed, or we may not make its queue larger.
+pub fn write(socket: &OwnedFd, data: &[u8]) -> io::Result<()> {
+    /// `SO_BUF_LOCK` of asm-generic/socket.h: whether the kernel may change the size of the queues.
+    const LOCK: libc::c_int = 72;
+    let number = |name| {
+        let mut value = [0; 4];
+        sockopt::get(socket, libc::SOL_SOCKET, name, &mut value).map(|_| i32::from_ne_bytes(value))
+    };
+    let set = |name, value: i32| sockopt::set(socket, libc::SOL_SOCKET, name, &value.to_ne_bytes());
+    let mut left = data;
+    let mut before = None;
+    while !left.is_empty() {
+        match send(socket.as_raw_fd(), left, MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL) {
+            Ok(written) => left = left.get(written..).unwrap_or_default(),
+            Err(nix::Error::EAGAIN) if before.is_none() => {
+                let size = number(libc::SO_SNDBUF)?;
+                before = Some((size, number(LOCK)));
+                // Each piece takes more than its length.
+                let more = i32::try_from(left.len()).unwrap_or(i32::MAX / 4).saturating_mul(2);
+                set(libc::SO_SNDBUFFORCE, size.saturating_add(more))?;
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+    if let Some((size, lock)) = before {
+        // The kernel doubles what is set (socket(7)).
+        set(libc::SO_SNDBUFFORCE, size / 2)?;
+        if let Ok(lock) = lock {
+            set(LOCK, lock)?;
+        }
+    }
+    Ok(())
 }
 
 /// Whether repair mode is on; getsockopt fails for every socket that is not TCP.

@@ -7,6 +7,7 @@
 //! task is frozen, and the kernel takes in data also in repair mode.
 
 use std::collections::HashMap;
+use std::io::{Read, Seek, SeekFrom};
 use std::net::SocketAddr;
 
 use prost::encoding::encode_varint;
@@ -62,6 +63,20 @@ impl End {
 /// # Errors
 /// When an image file is missing or damaged.
 pub fn behind(dir: &Beneath) -> Result<Vec<Behind>, Error> {
+    let pairs = pairs(dir)?;
+    let lacks = |(&(local, remote), here): (&(SocketAddr, SocketAddr), &End)| {
+        // Sequence numbers wrap around; queues are much shorter than half of their range.
+        let missing = pairs.get(&(remote, local))?.acknowledged().wrapping_sub(here.stream.inq_seq);
+        let end = Behind { inode: here.inode, local, remote, received: here.stream.inq_len, missing };
+        (missing != 0 && missing < 1 << 31).then_some(end)
+    };
+    Ok(pairs.iter().filter_map(lacks).collect())
+}
+
+/// Ends of connections inside the image, by their address and that of the other end.
+type Pairs = HashMap<(SocketAddr, SocketAddr), End>;
+
+fn pairs(dir: &Beneath) -> Result<Pairs, Error> {
     let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
     let mut sockets: HashMap<(SocketAddr, SocketAddr), (u32, u32)> = HashMap::new();
     for entry in &entries {
@@ -78,19 +93,100 @@ pub fn behind(dir: &Beneath) -> Result<Vec<Behind>, Error> {
         }
     }
     let is_known = |ends: &(SocketAddr, SocketAddr)| sockets.contains_key(ends);
-    let mut pairs: HashMap<(SocketAddr, SocketAddr), End> = HashMap::new();
+    let mut pairs = Pairs::new();
     for (&(local, remote), &(inode, state)) in sockets.iter().filter(|((here, there), _)| is_known(&(*there, *here))) {
         if let Some(stream) = stream(dir, inode)? {
             pairs.insert((local, remote), End { inode, state, stream });
         }
     }
-    let lacks = |(&(local, remote), here): (&(SocketAddr, SocketAddr), &End)| {
-        // Sequence numbers wrap around; queues are much shorter than half of their range.
-        let missing = pairs.get(&(remote, local))?.acknowledged().wrapping_sub(here.stream.inq_seq);
-        let end = Behind { inode: here.inode, local, remote, received: here.stream.inq_len, missing };
-        (missing != 0 && missing < 1 << 31).then_some(end)
-    };
-    Ok(pairs.iter().filter_map(lacks).collect())
+    Ok(pairs)
+}
+
+/// What was written to an end of a connection, and not even sent.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unsent {
+    /// The address of this end.
+    pub local: SocketAddr,
+    /// The address of the other end.
+    pub remote: SocketAddr,
+    /// It, in order.
+    pub data: Vec<u8>,
+}
+
+/// Takes out of the queues of connections inside the image what was written and not sent, so that it is written again when both
+/// ends are there ([`unsent`]). CRIU sends it as soon as it has made the end that has it. If it has not made the other end by
+/// then, the kernel answers that there is no such connection, and the restore fails with a broken pipe. Returns how many ends
+/// had such data.
+///
+/// It stays in the file of the connection, behind the queues, where CRIU does not look. An end that was closed for writing is left
+/// as it is: nobody can write to it again.
+///
+/// # Errors
+/// When an image file is missing or damaged, or cannot be written.
+pub fn set_unsent_apart(dir: &Beneath) -> Result<usize, Error> {
+    let mut count = 0;
+    for end in pairs(dir)?.into_values().filter(|end| matches!(end.state, ESTABLISHED | CLOSE_WAIT)) {
+        let Some(unsent) = end.stream.unsq_len.filter(|length| (1..=end.stream.outq_len).contains(length)) else {
+            continue;
+        };
+        let path = path(dir, end.inode);
+        let mut records = Records::open(path.clone(), STREAM)?;
+        let at = records.at + 4;
+        let _: Option<TcpStreamEntry> = records.next()?;
+        let record = records.bytes.get(at..records.at).unwrap_or_default();
+        let queues = records.bytes.get(records.at..).unwrap_or_default();
+        let (length, next) = (end.stream.outq_len - unsent, end.stream.outq_seq.wrapping_sub(unsent));
+        write(&path, with_numbers(record, &[(3, length), (4, next), (12, 0)]), &[queues])?;
+        count += 1;
+    }
+    Ok(count)
+}
+
+/// What [`set_unsent_apart`] has taken out of the queues.
+///
+/// # Errors
+/// When an image file is missing or damaged.
+pub fn unsent(dir: &Beneath) -> Result<Vec<Unsent>, Error> {
+    let mut found = Vec::new();
+    for ((local, remote), end) in pairs(dir)? {
+        let path = path(dir, end.inode);
+        let queues = u64::from(end.stream.inq_len) + u64::from(end.stream.outq_len);
+        let mut records = Records::begin(path.clone(), ENTRY, STREAM)?;
+        let _: Option<TcpStreamEntry> = records.next()?;
+        let behind = u64::try_from(records.at).unwrap_or(u64::MAX).saturating_add(queues);
+        let read = |mut file: std::fs::File| {
+            let mut data = Vec::new();
+            file.seek(SeekFrom::Start(behind))?;
+            file.take(LONGEST_QUEUE).read_to_end(&mut data).map(|_| data)
+        };
+        let data = path.read().and_then(read).map_err(|source| Error::Read { path: path.path().into(), source })?;
+        if !data.is_empty() {
+            found.push(Unsent { local, remote, data });
+        }
+    }
+    Ok(found)
+}
+
+/// More than the kernel lets a queue have.
+const LONGEST_QUEUE: u64 = 1 << 30;
+
+/// A message with numbers in these fields: of a field that occurs twice, the last one counts.
+fn with_numbers(record: &[u8], numbers: &[(u64, u32)]) -> Vec<u8> {
+    let mut record = record.to_vec();
+    for (field, value) in numbers {
+        encode_varint(field << 3, &mut record);
+        encode_varint((*value).into(), &mut record);
+    }
+    record
+}
+
+/// Writes the file of a connection anew.
+fn write(path: &Beneath, record: Vec<u8>, queues: &[&[u8]]) -> Result<(), Error> {
+    let size = u32::try_from(record.len()).map_err(|error| damaged(path, error.to_string()))?;
+    let mut bytes: Vec<u8> = [COMMON, STREAM, size].iter().flat_map(|word| word.to_le_bytes()).collect();
+    bytes.extend(record);
+    queues.iter().for_each(|queue| bytes.extend_from_slice(queue));
+    put(path, &bytes)
 }
 
 /// CRIU's file of a connection. There is none if CRIU was told to close it.
@@ -130,23 +226,11 @@ pub fn complete(dir: &Beneath, end: &Behind, queue: &[u8]) -> Result<bool, Error
     if !queue.starts_with(received) || stream.inq_len.checked_add(end.missing) != Some(length) {
         return Ok(false);
     }
-    let mut record = record.to_vec();
+    // The window is that of an end that has acknowledged all of it: the other end may send as much again as before.
     let next = stream.inq_seq.wrapping_add(end.missing);
-    // Of a field that occurs twice, the last one counts. The window is that of an end that has acknowledged all of it: the
-    // other end may send as much again as before.
-    let mut set = |field: u64, value: u32| {
-        encode_varint(field << 3, &mut record);
-        encode_varint(value.into(), &mut record);
-    };
-    set(1, length);
-    set(2, next);
-    if stream.rcv_wup.is_some() {
-        set(17, next);
-    }
-    let size = u32::try_from(record.len()).map_err(|error| damaged(&path, error.to_string()))?;
-    let mut bytes: Vec<u8> = [COMMON, STREAM, size].iter().flat_map(|word| word.to_le_bytes()).collect();
-    bytes.extend([record.as_slice(), queue, sent].concat());
-    put(&path, &bytes)?;
+    let window = stream.rcv_wup.map(|_| (17, next));
+    let numbers: Vec<(u64, u32)> = [(1, length), (2, next)].into_iter().chain(window).collect();
+    write(&path, with_numbers(record, &numbers), &[queue, sent])?;
     Ok(true)
 }
 
@@ -179,7 +263,8 @@ mod tests {
             };
             sockets.push(FileEntry { id: at + 1, reg: None, inet: Some(inet), unix: None }.encode_to_vec());
             let [inq_len, outq_len] = [inq, outq].map(|queue| u32::try_from(queue.len()).unwrap());
-            let stream = TcpStreamEntry { inq_len, inq_seq, outq_len, outq_seq, rcv_wup: Some(inq_seq) };
+            let stream =
+                TcpStreamEntry { inq_len, inq_seq, outq_len, outq_seq, unsq_len: Some(0), rcv_wup: Some(inq_seq) };
             let path = dir.path().join(format!("tcp-stream-a{at}.img"));
             // A field that is not read: 7, a number.
             write(&path, STREAM, &[[stream.encode_to_vec(), vec![7 << 3, 5]].concat()]);
@@ -237,11 +322,39 @@ mod tests {
         assert_eq!(behind(&beneath(dir.path())).unwrap(), [end], "nothing has changed");
         assert!(complete(&beneath(dir.path()), &end, b"ab012345").unwrap());
         assert_eq!(behind(&beneath(dir.path())).unwrap(), []);
-        let wanted = TcpStreamEntry { inq_len: 8, inq_seq: 996, outq_len: 6, outq_seq: 506, rcv_wup: Some(996) };
+        let wanted = TcpStreamEntry {
+            inq_len: 8,
+            inq_seq: 996,
+            outq_len: 6,
+            outq_seq: 506,
+            unsq_len: Some(0),
+            rcv_wup: Some(996),
+        };
         assert_eq!(stream(&beneath(dir.path()), 0xa1).unwrap(), Some(wanted));
         let written = std::fs::read(dir.path().join("tcp-stream-a1.img")).unwrap();
         assert!(written.ends_with(b"ab012345answer"));
         assert!(written.windows(2).any(|part| part == [7 << 3, 5]), "what is not read stays");
+    }
+
+    #[test]
+    fn what_was_not_sent_is_set_apart() {
+        let dir = image([(ESTABLISHED, b"read me", 500, b"sent.not sent", 4), (ESTABLISHED, b"ab", 990, b"", 500)]);
+        let dir = beneath(dir.path());
+        let path = dir.join("tcp-stream-a0.img");
+        let mut entry = stream(&dir, 0xa0).unwrap().unwrap();
+        entry.unsq_len = Some(8);
+        super::write(&path, entry.encode_to_vec(), &[b"read mesent.not sent"]).unwrap();
+        assert_eq!((unsent(&dir).unwrap(), set_unsent_apart(&dir).unwrap()), (vec![], 1));
+        let entry = stream(&dir, 0xa0).unwrap().unwrap();
+        assert_eq!((entry.outq_len, entry.outq_seq, entry.unsq_len), (5, u32::MAX - 3, Some(0)));
+        assert!(std::fs::read(path.path()).unwrap().ends_with(b"read mesent.not sent"));
+        let found = unsent(&dir).unwrap();
+        assert_eq!((found.len(), found[0].data.as_slice()), (1, &b"not sent"[..]));
+        assert_eq!((found[0].local.port(), found[0].remote.port()), (8000, 8001));
+        assert_eq!(set_unsent_apart(&dir).unwrap(), 0, "nothing is left");
+        // One that was closed for writing is left to CRIU.
+        let dir = image([(FIN_WAIT1, b"", 500, b"last", 1001), (CLOSE_WAIT, b"", 990, b"", 500)]);
+        assert_eq!(set_unsent_apart(&beneath(dir.path())).unwrap(), 0);
     }
 
     /// The job is frozen. These are longer than memory.
