@@ -204,6 +204,14 @@ const MOMENTS: &[&str] = &[
 /// Messages of CRIU 4.2 with advice, the more specific first.
 const HINTS: &[(&str, &str)] = &[
     (
+        "with a pending SIGTRAP",
+        "a breakpoint of the job, or of a debugger that has ended, waits to be handled: let the program handle the signal, or end it",
+    ),
+    (
+        "corked dgram",
+        "a program of the job has begun a message of UDP and not sent the rest of it (UDP_CORK, MSG_MORE): have it send the rest",
+    ),
+    (
         "Can't get rlimit",
         "a process of the job changed its user (sudo, su), and CRIU needs CAP_SYS_RESOURCE to read its limits: start rekindle with it",
     ),
