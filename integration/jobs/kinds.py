@@ -911,6 +911,118 @@ def opened():
     count(check)
 
 
+def nameless_files():
+    """Files without names: one that is watched, one that had two names and is mapped by each, and shared memory that is open."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(path("watched"), "wb"):
+        watched = os.open(path("watched"), os.O_RDWR)
+    inotify = libc.inotify_init1(os.O_NONBLOCK)
+    need(libc.inotify_add_watch(inotify, FOLDER.encode(), 0x40) == 1, "no first watch")
+    need(libc.inotify_add_watch(inotify, path("watched").encode(), 0x2) == 2, "no second watch")
+    os.remove(path("watched"))
+    with open(path("one"), "wb") as file:
+        file.write(b"x" * 4096)
+    os.link(path("one"), path("two"))
+    maps = []
+    for name in "one", "two":
+        with open(path(name), "rb") as file:
+            maps.append(mmap.mmap(file.fileno(), 4096, mmap.MAP_PRIVATE, mmap.PROT_READ))
+        os.remove(path(name))
+    memory = mmap.mmap(-1, 8192)
+    with open("/proc/self/maps") as lines:
+        line = next(line for line in lines if line.endswith("/dev/zero (deleted)\n"))
+    start, end = (int(word, 16) for word in line.split()[0].split("-"))
+    memory_file = os.open(f"/proc/self/map_files/{start:x}-{end:x}", os.O_RDWR)
+
+    def check(n):
+        os.pwrite(watched, b"%d" % n, 0)
+        events = os.read(inotify, 4096)
+        need(struct.unpack_from("iI", events) == (2, 0x2), "the watch says", events)
+        need([each[:] for each in maps] == [b"x" * 4096] * 2, "the mappings")
+        memory[:4] = struct.pack("i", n)
+        need(os.pread(memory_file, 4, 0) == memory[:4], "shared memory")
+
+    count(check)
+
+
+def odd_sockets():
+    """A raw socket with an address, packet sockets with packets that nobody reads and with a ring, and a socket whose other
+    end was closed after it had sent something."""
+    raw = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
+    raw.bind(("127.0.0.14", 0))
+    unread = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+    unread.bind(("lo", 3))
+    ring = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+    packet_level, receive_ring = 263, 5
+    ring.setsockopt(packet_level, receive_ring, struct.pack("IIII", 4096, 2, 2048, 4))
+    mapped = mmap.mmap(ring.fileno(), 8192)
+    talk = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    talk.sendto(b"to nobody", ("127.0.0.1", 9))
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    other.send(b"last words")
+    other.close()
+
+    def check(n):
+        need(raw.getsockname()[0] == "127.0.0.14", "the raw socket has", raw.getsockname())
+        need(len(mapped[:]) == 8192, "the ring")
+
+    def last(n):
+        need(one.recv(100) == b"last words", "no last words")
+
+    count(check, last)
+
+
+def full():
+    """Connections with more data than the other end has room for: it was written, and not even sent."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(16)
+    ends = []
+    for at in range(8):
+        client = socket.socket()
+        client.connect(listener.getsockname())
+        server = listener.accept()[0]
+        for writer, reader in (client, server), (server, client):
+            writer.setblocking(False)
+            block, total = bytes([at]) * 65521, 0
+            while True:
+                try:
+                    total += writer.send(block)
+                except BlockingIOError:
+                    break
+            ends.append((reader, at, total))
+    for reader, _, _ in ends:
+        reader.settimeout(20)
+
+    def last(n):
+        for reader, at, total in ends:
+            while total:
+                piece = reader.recv(1 << 20)
+                need(piece == bytes([at]) * len(piece) and piece, "a connection has lost", total)
+                total -= len(piece)
+
+    count(last=last)
+
+
+def inherited_terminal():
+    """Children of the leader of a session with a terminal, as in script, tmux and a notebook's terminals."""
+    pid, master = os.forkpty()
+    if pid == 0:
+        if os.fork() == 0:
+            while True:
+                os.write(1, b"from a child\n")
+                time.sleep(0.02)
+        while True:
+            time.sleep(1)
+
+    def check(n):
+        found = b""
+        while b"child\r" not in found:
+            found += os.read(master, 10000)
+
+    count(check)
+
+
 def terminals():
     """One terminal with both ends here, one whose other end has a child in a session of its own, one that leads it."""
     own, both = os.openpty(), os.openpty()
@@ -1249,6 +1361,10 @@ KINDS = {
     "write-lease": lambda: lease(fcntl.F_WRLCK),
     "breaking-lease": breaking_lease,
     "opened": opened,
+    "nameless-files": nameless_files,
+    "odd-sockets": odd_sockets,
+    "full": full,
+    "inherited-terminal": inherited_terminal,
     "terminals": terminals,
     "mounted": mounted,
     "not-accepted": not_accepted,

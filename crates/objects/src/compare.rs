@@ -170,7 +170,11 @@ impl Pair<'_> {
         for start in starts {
             let (then, now) = (then.get(&start), now.get(&start));
             let left_out = [then, now].into_iter().flatten().any(|mapping| is_not_the_jobs(mapping));
-            if then != now && !left_out {
+            let is_same = match (then, now) {
+                (Some(then), Some(now)) => is_same(then, now),
+                _ => false,
+            };
+            if !is_same && !left_out {
                 self.found.push(Difference {
                     row,
                     process: (self.then.pid, self.then.name.clone()),
@@ -225,6 +229,16 @@ fn was_closed(then: &Items, now: &Items) -> bool {
 /// the old one as a copy.
 fn is_of_the_kernel(name: &str) -> bool {
     ["[vdso]", "[vvar]", "[vvar_vclock]", "[vsyscall]"].contains(&name)
+}
+
+/// Whether two mappings are the same. A file that had several names, and none now, has the last of any of them.
+fn is_same(then: &Mapping, now: &Mapping) -> bool {
+    let is_nameless = |mapping: &Mapping| {
+        let is_memory = ["/memfd:", "/dev/zero", "/SYSV"].iter().any(|mark| mapping.name.starts_with(mark));
+        mapping.name.ends_with(" (deleted)") && !is_memory
+    };
+    then == now
+        || (is_nameless(then) && is_nameless(now) && *then == Mapping { name: then.name.clone(), ..now.clone() })
 }
 
 /// Memory that is not in the image, or is another kernel's, in order and joined.
@@ -412,6 +426,25 @@ mod tests {
         assert!(compare(&with("1002", 1001), &with("1003", 1001)).is_empty());
         assert_eq!(compare(&with("1002", 1002), &with("1003", 1002)).len(), 1, "its leader is there");
         assert_eq!(compare(&with("1002", 1001), &with("1001", 1001)).len(), 1, "the session of another");
+    }
+
+    #[test]
+    fn a_file_without_a_name_may_have_had_several() {
+        let with = |name: &str, end: u64| {
+            let mut process = process(1);
+            let mapping = Mapping { start: 10, end, access: "r--p".into(), offset: 0, name: name.into() };
+            process.mappings = vec![mapping];
+            record(vec![process])
+        };
+        assert!(compare(&with("/a (deleted)", 20), &with("/b (deleted)", 20)).is_empty());
+        for (then, now, end) in [
+            ("/a (deleted)", "/b", 20),
+            ("/a", "/b", 20),
+            ("/a (deleted)", "/b (deleted)", 30),
+            ("/memfd:a (deleted)", "/memfd:b (deleted)", 20),
+        ] {
+            assert_eq!(compare(&with(then, 20), &with(now, end)).len(), 1, "{then} {now}");
+        }
     }
 
     #[test]

@@ -5,8 +5,11 @@
 //! ([`Rights`]).
 
 use std::collections::BTreeMap;
-use std::os::fd::OwnedFd;
+use std::net::SocketAddr;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::Path;
 
+use nix::sys::socket::SockaddrStorage;
 use rekindle_os::{attributes, process, sockopt};
 
 use crate::compare::Difference;
@@ -33,14 +36,14 @@ pub fn put_back(differences: &[Difference], tree: &[i32], rights: Rights) {
     let pids: BTreeMap<i32, i32> = tree.iter().filter_map(|pid| Some((process::inner_pid(*pid)?, *pid))).collect();
     for difference in wanted {
         let Some(pid) = pids.get(&difference.process.0) else { continue };
-        if set(difference, *pid, rights).is_none() {
+        if set(difference, *pid, &pids, rights).is_none() {
             tracing::debug!("not put back: {difference}");
         }
     }
 }
 
 /// Sets it; `None` if it cannot be set.
-fn set(difference: &Difference, pid: i32, rights: Rights) -> Option<()> {
+fn set(difference: &Difference, pid: i32, pids: &BTreeMap<i32, i32>, rights: Rights) -> Option<()> {
     let value = difference.then.as_deref()?;
     match difference.row.of {
         Of::Process => match difference.row.item {
@@ -58,7 +61,11 @@ fn set(difference: &Difference, pid: i32, rights: Rights) -> Option<()> {
         }
         Of::Descriptor => {
             let process = process::open_pidfd(pid).ok()?;
-            descriptor(difference, &process::fetch_descriptor(&process, difference.at?).ok()?, value, rights)
+            let opened = process::fetch_descriptor(&process, difference.at?).ok()?;
+            match difference.row.item {
+                "inotify-nameless" => watch(&opened, value, difference.now.as_deref(), pids),
+                _ => descriptor(difference, &opened, value, rights),
+            }
         }
         Of::Mapping => None,
     }
@@ -95,6 +102,10 @@ fn descriptor(difference: &Difference, descriptor: &OwnedFd, value: &str, rights
         }
         "congestion" => sockopt::set(descriptor, libc::IPPROTO_TCP, libc::TCP_CONGESTION, value.as_bytes()).ok(),
         "multicast" => multicast::join(descriptor, value, difference.now.as_deref()),
+        "raw-address" => {
+            let address: SocketAddr = value.parse().ok()?;
+            nix::sys::socket::bind(descriptor.as_raw_fd(), &SockaddrStorage::from(address)).ok()
+        }
         "device" => sockopt::set(descriptor, libc::SOL_SOCKET, libc::SO_BINDTODEVICE, value.as_bytes()).ok(),
         name => {
             let option = OPTIONS.iter().find(|option| option.name == name && option.settable)?;
@@ -104,6 +115,27 @@ fn descriptor(difference: &Difference, descriptor: &OwnedFd, value: &str, rights
             sockopt::set(descriptor, option.level.number(), option.number, &bytes(option, value)?).ok()
         }
     }
+}
+
+/// Watches files without names again: those lines of `then` that are not in `now`, each `watch 2 mask 708 of descriptor 5 of
+/// 1032`. The descriptor is the job's own, so it learns nothing of files that it does not have.
+fn watch(inotify: &OwnedFd, then: &str, now: Option<&str>, pids: &BTreeMap<i32, i32>) -> Option<()> {
+    let now: Vec<&str> = now.unwrap_or_default().lines().collect();
+    // CRIU has told the job that the watch has ended. Older events are not in the image, so these are all of the restore.
+    let told = attributes::length(inotify, libc::FIONREAD).ok().and_then(|length| usize::try_from(length).ok())?;
+    if told > 0 {
+        nix::unistd::read(inotify, &mut vec![0; told]).ok()?;
+    }
+    for line in then.lines().filter(|line| !now.contains(line)) {
+        let words: Vec<&str> = line.split(' ').collect();
+        let ["watch", number, "mask", mask, "of", "descriptor", file, "of", pid] = words[..] else { return None };
+        let (pid, file): (i32, i32) = (pid.parse().ok()?, file.parse().ok()?);
+        let file = format!("/proc/{}/fd/{file}", pids.get(&pid)?);
+        let mask =
+            u32::from_str_radix(mask, 16).ok()? & (libc::IN_ALL_EVENTS | libc::IN_ONESHOT | libc::IN_EXCL_UNLINK);
+        attributes::watch(inotify, Path::new(&file), u32::from_str_radix(number, 16).ok()?, mask).ok()?;
+    }
+    Some(())
 }
 
 /// Bytes of a pipe that anybody may have (pipe(7)).

@@ -52,6 +52,10 @@ macro_rules! kinds {
 kinds! {
     a_lease_on_a_file: "read-lease",
     what_only_mattered_when_it_was_opened: "opened",
+    files_without_names_that_are_watched_or_mapped: "nameless-files",
+    packets_and_addresses_of_odd_sockets: "odd-sockets",
+    connections_that_are_full: "full",
+    a_terminal_that_children_have_from_their_session: "inherited-terminal",
     terminals_of_the_job_in_several_sessions: "terminals",
     unix_sockets_whose_paths_were_removed_or_replaced: "moved-sockets",
     unix_datagrams_that_wait_with_their_senders: "datagrams",

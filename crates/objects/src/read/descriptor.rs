@@ -1,11 +1,14 @@
 //! A descriptor: what it is, and what the file or object behind it has.
 
+use std::collections::HashSet;
 use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::OnceLock;
 
 use rekindle_os::attributes;
 use rekindle_os::descriptor_table::DescriptorTable;
 use rekindle_os::process as os_process;
-use rekindle_os::same;
+use rekindle_os::{same, unix_diag};
 
 use super::identity::Named;
 use super::kind::Kind;
@@ -46,11 +49,29 @@ pub(super) struct Table {
     /// To fetch them.
     process: Option<OwnedFd>,
     groups: Groups,
+    /// Inodes of UNIX sockets that are connected to one that is open.
+    paired: OnceLock<HashSet<u64>>,
 }
 
 impl Table {
     pub(super) fn of(pid: i32) -> Table {
-        Table { pid, table: DescriptorTable::of(pid).ok(), process: pidfd(pid), groups: Groups::of(pid) }
+        Table {
+            pid,
+            table: DescriptorTable::of(pid).ok(),
+            process: pidfd(pid),
+            groups: Groups::of(pid),
+            paired: OnceLock::new(),
+        }
+    }
+
+    /// Whether a UNIX socket is connected to one that is open. If the kernel does not tell, it is taken to be.
+    fn has_peer(&self, target: &str) -> bool {
+        let paired = self.paired.get_or_init(|| {
+            let all = unix_diag::of(self.pid).unwrap_or_default();
+            all.iter().filter(|socket| socket.peer != 0).map(|socket| socket.inode.into()).collect()
+        });
+        let inode = os_process::socket(Path::new(target));
+        paired.is_empty() || inode.is_none_or(|inode| paired.contains(&inode))
     }
 
     pub(super) fn numbers(&self) -> &[i32] {
@@ -61,6 +82,8 @@ impl Table {
     pub(super) fn read(&self, number: i32, is_new: impl Fn(&str) -> bool) -> Option<(Raw, Option<socket::Raw>)> {
         let table = self.table.as_ref()?;
         let target = lossy(table.target(number)?);
+        // Shared memory without a file, opened by /proc/PID/map_files. CRIU makes it as a memfd of that name.
+        let target = if target == "/memfd:/dev/zero (deleted)" { "/dev/zero (deleted)".to_owned() } else { target };
         let info = table.info(number).map(lossy).unwrap_or_default();
         let kind = Kind::of(&target);
         let has_more = !matches!(kind, Kind::Anonymous(_) | Kind::Path(_));
@@ -68,7 +91,10 @@ impl Table {
         let opened = process.and_then(|process| os_process::fetch_descriptor(process, number).ok());
         let more = opened.as_ref().map(|opened| More::read(opened, kind)).unwrap_or_default();
         let opened = opened.filter(|_| kind == Kind::Socket && is_new(&target));
-        let socket = opened.as_ref().map(|socket| socket::Raw::read(socket, &self.groups));
+        let mut socket = opened.as_ref().map(|socket| socket::Raw::read(socket, &self.groups));
+        if let Some(socket) = socket.as_mut().filter(|socket| socket.sends_to_nameless() && !self.has_peer(&target)) {
+            socket.lost_its_peer();
+        }
         let closed = fdinfo::watched(&info).into_iter().map(|(watched, index)| {
             // Of one that cannot be asked it is not said.
             let is_closed = |error: std::io::Error| error.raw_os_error() == Some(libc::EBADF);
@@ -120,7 +146,7 @@ impl Raw {
                 put(item, value);
             }
         }
-        fdinfo::items(&self.info, &mut items);
+        fdinfo::items(&self.info, |inode, device| identity.nameless(inode, device), &mut items);
         fdinfo::mark_closed(&mut items, &self.closed);
         if let Some(socket) = sockets.get(&self.target) {
             socket.items(&mut items);

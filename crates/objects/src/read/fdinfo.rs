@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use crate::compare::CLOSED;
 use crate::record::Items;
 
-/// Adds the items of this file.
-pub(super) fn items(text: &str, items: &mut Items) {
-    lines(text, items);
+/// Adds the items of this file. `nameless` is the descriptor that has a file with this inode and device, whose name is gone.
+pub(super) fn items(text: &str, nameless: impl Fn(u64, u64) -> Option<String>, items: &mut Items) {
+    lines(text, nameless, items);
     let is = |item: &str| items.get(item).is_some_and(|value| value != "0");
     if items.contains_key("time-left") {
         // Of one that has fired and was not read the kernel shows no time left.
@@ -21,12 +21,15 @@ pub(super) fn items(text: &str, items: &mut Items) {
     }
 }
 
-fn lines(text: &str, items: &mut Items) {
+fn lines(text: &str, nameless: impl Fn(u64, u64) -> Option<String>, items: &mut Items) {
     for line in text.lines() {
-        if let Some((name, value)) = line.split_once(':') {
+        if line.starts_with("inotify wd") {
+            match watched_file(line).and_then(|(inode, device)| nameless(inode, device)) {
+                Some(file) => add(items, "inotify-nameless", format!("{} of {file}", inotify(line))),
+                None => add(items, "inotify", inotify(line)),
+            }
+        } else if let Some((name, value)) = line.split_once(':') {
             one(name, value.trim(), line, items);
-        } else if line.starts_with("inotify wd") {
-            add(items, "inotify", inotify(line));
         } else if line.starts_with("fanotify") {
             add(items, "fanotify", fanotify(line));
         }
@@ -49,7 +52,6 @@ fn one(name: &str, value: &str, line: &str, items: &mut Items) {
         // The pids in all namespaces, the innermost last.
         "NSpid" => put(items, "process", value.split_whitespace().last().unwrap_or(value)),
         "tfd" => add(items, "epoll", epoll(value)),
-        _ if line.starts_with("inotify wd") => add(items, "inotify", inotify(line)),
         _ if line.starts_with("fanotify") => add(items, "fanotify", fanotify(line)),
         _ => {}
     }
@@ -135,6 +137,15 @@ fn inotify(line: &str) -> String {
     format!("watch {} mask {}", word("wd:"), word("mask:"))
 }
 
+/// The inode and the device of what an inotify watch is on, as the kernel numbers them.
+fn watched_file(line: &str) -> Option<(u64, u64)> {
+    let number = |name: &str| {
+        let word = line.split_whitespace().find_map(|word| word.strip_prefix(name))?;
+        u64::from_str_radix(word, 16).ok()
+    };
+    Some((number("ino:")?, number("sdev:")?))
+}
+
 fn fanotify(line: &str) -> String {
     let kept = line.split_whitespace().filter(|word| {
         !["ino:", "sdev:", "fhandle-bytes:", "fhandle-type:", "f_handle:", "mnt_id:"]
@@ -150,7 +161,11 @@ mod tests {
 
     fn of(text: &str) -> Vec<(String, String)> {
         let mut all = Items::new();
-        items(text, &mut all);
+        items(
+            text,
+            |inode, device| ((inode, device) == (0x7b, 0xfe0_0001)).then(|| "descriptor 5 of 7".to_owned()),
+            &mut all,
+        );
         all.into_iter().collect()
     }
 
@@ -162,6 +177,24 @@ mod tests {
     fn what_belongs_to_the_machine_is_left_out() {
         let text = "pos:\t12\nflags:\t0100002\nmnt_id:\t29\nino:\t1029\nlock:\t1: POSIX  ADVISORY  WRITE 4711 00:2e:1029 0 EOF\n";
         assert_eq!(of(text), pairs(&[("flags", "02"), ("locks", "POSIX ADVISORY WRITE 0 EOF"), ("position", "12")]));
+    }
+
+    #[test]
+    fn a_watch_of_a_file_without_a_name_says_who_has_it() {
+        let text = "inotify wd:2 ino:7b sdev:fe00001 mask:708 ignored_mask:0 fhandle-bytes:8\n\
+                    inotify wd:1 ino:7b sdev:fe00002 mask:708 ignored_mask:0 fhandle-bytes:8\n";
+        let wanted = [("inotify", "watch 1 mask 708"), ("inotify-nameless", "watch 2 mask 708 of descriptor 5 of 7")];
+        assert_eq!(of(text), pairs(&wanted));
+    }
+
+    #[test]
+    fn files_of_an_epoll_set_are_marked_by_their_number() {
+        let text = "tfd:        5 events:       1d data:  7 pos:0 ino:8 sdev:d\ntfd: 6 events: 1 data: 6\ntfd: 5 events: 1 data: 9\n";
+        assert_eq!(watched(text), [(5, 0), (6, 0), (5, 1)]);
+        let mut all = Items::new();
+        items(text, |_, _| None, &mut all);
+        mark_closed(&mut all, &[true, false, false]);
+        assert_eq!(all["epoll"], "closed events 1d data 7\n6 events 1 data 6\n5 events 1 data 9");
     }
 
     #[test]

@@ -4,7 +4,8 @@
 //! compared.
 
 use std::cmp::Ordering;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
+use std::os::linux::fs::MetadataExt as _;
 
 use rekindle_os::same;
 
@@ -59,6 +60,12 @@ impl Identity {
                 objects.entry(target).or_default().push(*place);
             }
         }
+        let gone =
+            all.iter().filter(|open| matches!(Kind::of(open.target), Kind::Path(path) if path.ends_with(" (deleted)")));
+        for Open { place, info, .. } in gone {
+            let inode = info.lines().find_map(|line| line.strip_prefix("ino:")?.trim().parse().ok());
+            named.nameless.extend(inode.map(|inode: u64| (inode, (*place, name(&[*place])))));
+        }
         for places in objects.into_values() {
             let name = name(&places);
             named.objects.extend(places.into_iter().map(|place| (place, name.clone())));
@@ -99,12 +106,23 @@ fn groups(places: Vec<Place>) -> Vec<Vec<Place>> {
 pub(super) struct Named {
     same: HashMap<Place, String>,
     objects: HashMap<Place, String>,
+    /// By the inode, files whose names are gone.
+    nameless: BTreeMap<u64, (Place, String)>,
 }
 
 impl Named {
     /// The first one that is the same open file as this; `None` if there is no other.
     pub(super) fn same(&self, pid: i32, number: i32) -> Option<String> {
         self.same.get(&(pid, number)).cloned()
+    }
+
+    /// A descriptor of a file without a name that has this inode, on the device that the kernel numbers so.
+    pub(super) fn nameless(&self, inode: u64, device: u64) -> Option<String> {
+        let ((pid, number), name) = self.nameless.get(&inode)?;
+        let metadata = std::fs::metadata(format!("/proc/{pid}/fd/{number}")).ok()?;
+        let (major, minor) = (nix::sys::stat::major(metadata.st_dev()), nix::sys::stat::minor(metadata.st_dev()));
+        // `MKDEV` of linux/kdev_t.h.
+        (metadata.st_ino() == inode && major << 20 | minor == device).then(|| name.clone())
     }
 
     /// The first one that leads to the same pipe or socket.

@@ -27,6 +27,8 @@ fn line(line: &str) -> Option<Mapping> {
     let name = fields.next().unwrap_or_default().trim_start();
     // Shared memory without a file. CRIU makes it as a memfd of that name.
     let name = if name == "/memfd:/dev/zero (deleted)" { "/dev/zero (deleted)" } else { name };
+    // The ring of a packet socket: the number is the machine's.
+    let name = if name.starts_with("socket:[") { "socket" } else { name };
     Some(Mapping { start: number(start)?, end: number(end)?, access, offset, name: name.to_owned() })
 }
 

@@ -110,8 +110,10 @@ impl Raw {
                 mappings: Vec::new(),
             });
         }
+        // The kernel lets only the leader of a session take a terminal; the others get it when they are forked.
+        let leads = innermost(status, "NSsid") == Some(pid);
         put(
-            "terminal",
+            if leads { "terminal" } else { "inherited-terminal" },
             fields.as_ref().and_then(|stat| stat.number(7)).filter(|tty| *tty != 0).map(|tty| tty.to_string()),
         );
         put("layout", fields.as_ref().map(Stat::layout));

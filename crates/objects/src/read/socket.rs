@@ -104,6 +104,16 @@ impl Raw {
         }
     }
 
+    /// Whether it sends datagrams to a UNIX socket without a name, which nobody but its process can have closed.
+    pub(super) fn sends_to_nameless(&self) -> bool {
+        self.family == libc::AF_UNIX && self.kind == libc::SOCK_DGRAM && self.is_connected && self.peer.is_none()
+    }
+
+    /// Its other end is closed. The kernel forgets that end when something is sent to it, and CRIU at once.
+    pub(super) fn lost_its_peer(&mut self) {
+        self.is_connected = false;
+    }
+
     pub(super) fn items(&self, items: &mut Items) {
         let mut put = |item: &str, value: String| {
             items.insert(item.to_owned(), value);
@@ -120,15 +130,23 @@ impl Raw {
         put("state", state.to_owned());
         let peer_user = self.peer_user.map(|(uid, gid)| format!("uid {uid} gid {gid}"));
         let is_unix = self.family == libc::AF_UNIX;
-        let is_udp = self.protocol == libc::IPPROTO_UDP;
-        for (item, value) in [
+        // CRIU does not save packets, which may be lost on the way as well.
+        let is_raw = self.kind == libc::SOCK_RAW && matches!(self.family, libc::AF_INET | libc::AF_INET6);
+        let loses = self.protocol == libc::IPPROTO_UDP || is_raw || self.family == libc::AF_PACKET;
+        let address = match () {
             // An accepted connection has the name of the socket that listens, until CRIU makes it anew.
-            (if is_unix && state == "connected" { "local-name" } else { "address" }, self.address.clone()),
+            () if is_unix && state == "connected" => "local-name",
+            // CRIU binds it to none.
+            () if is_raw => "raw-address",
+            () => "address",
+        };
+        for (item, value) in [
+            (address, self.address.clone()),
             // CRIU makes a connection between UNIX sockets as a pair, and names it where it can.
             (if is_unix { "peer-name" } else { "peer" }, self.peer.clone()),
             ("peer-user", peer_user),
             ("shutdown", self.shutdown.map(|shutdown| shutdown.in_words().to_owned())),
-            (if is_udp { "datagrams" } else { "readable" }, self.readable.map(|length| length.to_string())),
+            (if loses { "datagrams" } else { "readable" }, self.readable.map(|length| length.to_string())),
             ("congestion", self.congestion.clone()),
             ("device", self.device.clone().filter(|device| !device.is_empty())),
             ("multicast", Some(self.groups.join("\n")).filter(|groups| !groups.is_empty())),
