@@ -24,8 +24,8 @@ pub(crate) enum Error {
     OnItsWay(Behind),
 }
 
-/// Completes the connections inside the image, and sets apart what was not sent; called while all tasks are frozen and their connections in repair mode. Returns
-/// how many lacked data. `tree` are pids as we see them.
+/// Completes the connections inside the image, and sets apart what was not sent. Called while all tasks are frozen and their
+/// connections in repair mode. Returns how many lacked data. `tree` are pids as we see them.
 pub(crate) fn complete(criu_dir: &Beneath, tree: &[i32]) -> Result<usize, Error> {
     image::set_unsent_apart(criu_dir)?;
     let behind = image::behind(criu_dir)?;
