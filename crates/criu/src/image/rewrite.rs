@@ -32,6 +32,31 @@ pub(super) fn rewrite<M: Message + Default>(
     Ok(())
 }
 
+/// A message without the numbers of this field; `None` if it cannot be parsed.
+pub(super) fn without_number(record: &[u8], field: u64) -> Option<Vec<u8>> {
+    let mut left = record;
+    let mut kept = Vec::with_capacity(record.len());
+    while !left.is_empty() {
+        let before = left;
+        let key = decode_varint(&mut left).ok()?;
+        let length = match key & 7 {
+            0 => {
+                decode_varint(&mut left).ok()?;
+                0
+            }
+            1 => 8,
+            5 => 4,
+            2 => usize::try_from(decode_varint(&mut left).ok()?).ok()?,
+            _ => return None,
+        };
+        left = left.get(length..)?;
+        if key != field << 3 {
+            kept.extend_from_slice(before.get(..before.len() - left.len())?);
+        }
+    }
+    Some(kept)
+}
+
 /// A message with changed fields: `change` gets the key and the content of each length-delimited field, and returns new
 /// content to replace it. `None` if the message cannot be parsed.
 pub(super) fn with_fields(

@@ -1,9 +1,11 @@
 //! The TCP sockets of an image: lists them, and closes those to the outside before a restore.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use super::rewrite::{rewrite, with_fields};
+use prost::encoding::encode_varint;
+
+use super::rewrite::{rewrite, with_fields, without_number};
 use super::{Error, FILES, Records, damaged};
 use crate::proto::{FileEntry, InetSocketEntry};
 use rekindle_os::beneath::Beneath;
@@ -12,6 +14,10 @@ use rekindle_os::beneath::Beneath;
 const TCP: u32 = 6;
 /// `TCP_LISTEN` of the kernel's `tcp_states.h`.
 const LISTEN: u32 = 10;
+const CLOSE_WAIT: u32 = 8;
+
+/// The field of `inet_sk_entry` that says how it was shut down.
+const SHUTDOWN: u64 = 19;
 
 /// A TCP socket that a restore creates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -101,11 +107,34 @@ pub(super) fn ends(socket: &TcpSocket) -> Option<(SocketAddr, SocketAddr)> {
     }
 }
 
+/// Makes the sockets with these inodes open for writing. `states` are theirs then, of the kernel's `tcp_states.h`.
+pub(super) fn open_for_writing(dir: &Beneath, states: &HashMap<u32, u32>) -> Result<(), Error> {
+    let path = dir.join("files.img");
+    rewrite(&path, FILES, |entry: FileEntry, record| {
+        let Some(state) = entry.inet.as_ref().and_then(|inet| states.get(&inet.inode)) else { return Ok(None) };
+        let mut numbers = Vec::new();
+        // state, and shutdown = READ where the other end was closed. CRIU calls shutdown(2) if the latter is there.
+        for (field, value) in [(6, *state), (SHUTDOWN, 1)] {
+            if field != SHUTDOWN || *state == CLOSE_WAIT {
+                encode_varint(field << 3, &mut numbers);
+                encode_varint(value.into(), &mut numbers);
+            }
+        }
+        let open = |content: &[u8]| Some([without_number(content, SHUTDOWN)?, numbers.clone()].concat());
+        let changed = with_fields(record, |key, content| match key == INET {
+            true => open(content).map(Some),
+            false => Some(None),
+        });
+        changed.map(Some).ok_or_else(|| damaged(&path, format!("the record of file {}", entry.id)))
+    })
+}
+
+/// `inet_sk_entry` in a `file_entry`: field 4, length-delimited.
+const INET: u64 = 4 << 3 | 2;
+
 /// A `file_entry` with an `inet_sk_entry`, with appended fields that mark it as closed and without ports: if a field
 /// occurs twice, the last one counts.
 fn without_connection(record: &[u8]) -> Option<Vec<u8>> {
-    /// Field 4, length-delimited.
-    const INET: u64 = 4 << 3 | 2;
     /// state = `TCP_CLOSE`, src_port = 0, dst_port = 0: numbers of fields 6, 7 and 8.
     const CLOSED: [u8; 6] = [6 << 3, 7, 7 << 3, 0, 8 << 3, 0];
     with_fields(record, |key, content| Some((key == INET).then(|| [content, &CLOSED].concat())))

@@ -12,7 +12,7 @@ use std::net::SocketAddr;
 
 use prost::encoding::encode_varint;
 
-use super::sockets::{TcpSocket, ends};
+use super::sockets::{TcpSocket, ends, open_for_writing};
 use super::{COMMON, Error, FILES, Records, damaged, put};
 use crate::proto::{FileEntry, TcpStreamEntry};
 use rekindle_os::beneath::Beneath;
@@ -111,6 +111,8 @@ pub struct Unsent {
     pub remote: SocketAddr,
     /// It, in order.
     pub data: Vec<u8>,
+    /// This end is to be closed for writing after it.
+    pub is_last: bool,
 }
 
 /// Takes out of the queues of connections inside the image what was written and not sent, so that it is written again when both
@@ -118,14 +120,22 @@ pub struct Unsent {
 /// then, the kernel answers that there is no such connection, and the restore fails with a broken pipe. Returns how many ends
 /// had such data.
 ///
-/// It stays in the file of the connection, behind the queues, where CRIU does not look. An end that was closed for writing is left
-/// as it is: nobody can write to it again.
+/// It goes to the end of the file of the connection, behind the queues, where CRIU does not look, with a byte before it that is 1
+/// if the end was closed for writing since. In the image such an end is not closed: it is closed again when all is written.
 ///
 /// # Errors
 /// When an image file is missing or damaged, or cannot be written.
 pub fn set_unsent_apart(dir: &Beneath) -> Result<usize, Error> {
+    let mut opened = HashMap::new();
     let mut count = 0;
-    for end in pairs(dir)?.into_values().filter(|end| matches!(end.state, ESTABLISHED | CLOSE_WAIT)) {
+    for end in pairs(dir)?.into_values() {
+        // CRIU counts the FIN in the number of the next byte, and in no length.
+        let (is_last, state) = match end.state {
+            ESTABLISHED | CLOSE_WAIT => (false, end.state),
+            FIN_WAIT1 => (true, ESTABLISHED),
+            LAST_ACK | CLOSING => (true, CLOSE_WAIT),
+            _ => continue,
+        };
         let Some(unsent) = end.stream.unsq_len.filter(|length| (1..=end.stream.outq_len).contains(length)) else {
             continue;
         };
@@ -135,9 +145,20 @@ pub fn set_unsent_apart(dir: &Beneath) -> Result<usize, Error> {
         let _: Option<TcpStreamEntry> = records.next()?;
         let record = records.bytes.get(at..records.at).unwrap_or_default();
         let queues = records.bytes.get(records.at..).unwrap_or_default();
-        let (length, next) = (end.stream.outq_len - unsent, end.stream.outq_seq.wrapping_sub(unsent));
-        write(&path, with_numbers(record, &[(3, length), (4, next), (12, 0)]), &[queues])?;
+        let length = end.stream.outq_len - unsent;
+        let next = end.stream.outq_seq.wrapping_sub(unsent).wrapping_sub(u32::from(is_last));
+        let kept = usize::try_from(u64::from(end.stream.inq_len) + u64::from(length)).ok();
+        let (queues, unsent) =
+            kept.and_then(|kept| queues.split_at_checked(kept)).ok_or_else(|| damaged(&path, "the queue is cut"))?;
+        let record = with_numbers(record, &[(3, length), (4, next), (12, 0)]);
+        write(&path, record, &[queues, &[u8::from(is_last)], unsent])?;
+        if is_last {
+            opened.insert(end.inode, state);
+        }
         count += 1;
+    }
+    if !opened.is_empty() {
+        open_for_writing(dir, &opened)?;
     }
     Ok(count)
 }
@@ -160,8 +181,12 @@ pub fn unsent(dir: &Beneath) -> Result<Vec<Unsent>, Error> {
             file.take(LONGEST_QUEUE).read_to_end(&mut data).map(|_| data)
         };
         let data = path.read().and_then(read).map_err(|source| Error::Read { path: path.path().into(), source })?;
-        if !data.is_empty() {
-            found.push(Unsent { local, remote, data });
+        match data.split_first() {
+            None => {}
+            Some((&mark @ (0 | 1), data)) => {
+                found.push(Unsent { local, remote, data: data.to_vec(), is_last: mark == 1 });
+            }
+            Some(_) => return Err(damaged(&path, "what is behind the queues is not rekindle's")),
         }
     }
     Ok(found)
@@ -343,18 +368,34 @@ mod tests {
         let path = dir.join("tcp-stream-a0.img");
         let mut entry = stream(&dir, 0xa0).unwrap().unwrap();
         entry.unsq_len = Some(8);
-        super::write(&path, entry.encode_to_vec(), &[b"read mesent.not sent"]).unwrap();
+        super::write(&path, entry.encode_to_vec(), &[b"read me", b"sent.not sent"]).unwrap();
         assert_eq!((unsent(&dir).unwrap(), set_unsent_apart(&dir).unwrap()), (vec![], 1));
         let entry = stream(&dir, 0xa0).unwrap().unwrap();
         assert_eq!((entry.outq_len, entry.outq_seq, entry.unsq_len), (5, u32::MAX - 3, Some(0)));
-        assert!(std::fs::read(path.path()).unwrap().ends_with(b"read mesent.not sent"));
+        assert!(std::fs::read(path.path()).unwrap().ends_with(b"read mesent.\0not sent"));
         let found = unsent(&dir).unwrap();
-        assert_eq!((found.len(), found[0].data.as_slice()), (1, &b"not sent"[..]));
+        assert_eq!((found.len(), found[0].data.as_slice(), found[0].is_last), (1, &b"not sent"[..], false));
         assert_eq!((found[0].local.port(), found[0].remote.port()), (8000, 8001));
         assert_eq!(set_unsent_apart(&dir).unwrap(), 0, "nothing is left");
-        // One that was closed for writing is left to CRIU.
-        let dir = image([(FIN_WAIT1, b"", 500, b"last", 1001), (CLOSE_WAIT, b"", 990, b"", 500)]);
-        assert_eq!(set_unsent_apart(&beneath(dir.path())).unwrap(), 0);
+    }
+
+    #[test]
+    fn an_end_that_was_closed_with_unsent_data_is_closed_later() {
+        for (state, then) in [(FIN_WAIT1, ESTABLISHED), (LAST_ACK, CLOSE_WAIT), (CLOSING, CLOSE_WAIT)] {
+            let dir = image([(state, b"", 500, b"sent.last", 1001), (ESTABLISHED, b"", 991, b"", 500)]);
+            let dir = beneath(dir.path());
+            let mut entry = stream(&dir, 0xa0).unwrap().unwrap();
+            entry.unsq_len = Some(4);
+            super::write(&dir.join("tcp-stream-a0.img"), entry.encode_to_vec(), &[b"sent.last"]).unwrap();
+            assert_eq!(set_unsent_apart(&dir).unwrap(), 1);
+            let entry = stream(&dir, 0xa0).unwrap().unwrap();
+            assert_eq!((entry.outq_len, entry.outq_seq), (5, 996));
+            let states: Vec<u32> = pairs(&dir).unwrap().into_values().map(|end| end.state).collect();
+            assert!(states.contains(&then) && !states.contains(&state), "{states:?}");
+            let found = unsent(&dir).unwrap();
+            assert_eq!((found[0].data.as_slice(), found[0].is_last), (&b"last"[..], true));
+            assert_eq!(behind(&dir).unwrap(), []);
+        }
     }
 
     /// The job is frozen. These are longer than memory.

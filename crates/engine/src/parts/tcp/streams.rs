@@ -6,10 +6,11 @@
 //! long as the tasks are frozen: it is added to the image.
 
 use std::collections::HashMap;
+use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, OwnedFd};
 
-use nix::sys::socket::{SockaddrStorage, getpeername, getsockname};
+use nix::sys::socket::{Shutdown, SockaddrStorage, getpeername, getsockname, shutdown};
 use rekindle_criu::image::{self, Behind, Unsent};
 use rekindle_os::beneath::Beneath;
 use rekindle_os::{process, tcp_repair};
@@ -58,9 +59,13 @@ pub(crate) fn put_back(root: i32, criu_dir: &Beneath) -> Result<(), String> {
     }
     let sockets: HashMap<(SocketAddr, SocketAddr), OwnedFd> =
         process::tree(root).into_iter().flat_map(connections).collect();
-    for Unsent { local, remote, data } in &unsent {
+    for Unsent { local, remote, data, is_last } in &unsent {
+        let write = |socket: &OwnedFd| {
+            tcp_repair::write(socket, data)?;
+            if *is_last { Ok(shutdown(socket.as_raw_fd(), Shutdown::Write)?) } else { Ok(()) }
+        };
         let written = match sockets.get(&(canonical(*local), canonical(*remote))) {
-            Some(socket) => tcp_repair::write(socket, data).map_err(|error| error.to_string()),
+            Some(socket) => write(socket).map_err(|error: io::Error| error.to_string()),
             None => Err("it is not there".to_owned()),
         };
         written.map_err(|why| {
