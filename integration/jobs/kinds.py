@@ -920,6 +920,9 @@ def nameless_files():
     need(libc.inotify_add_watch(inotify, FOLDER.encode(), 0x40) == 1, "no first watch")
     need(libc.inotify_add_watch(inotify, path("watched").encode(), 0x2) == 2, "no second watch")
     os.remove(path("watched"))
+    # A log that somebody has moved away, and then deleted.
+    with open(path("watched"), "wb"):
+        pass
     with open(path("one"), "wb") as file:
         file.write(b"x" * 4096)
     os.link(path("one"), path("two"))
@@ -991,6 +994,8 @@ def full():
                 except BlockingIOError:
                     break
             ends.append((reader, at, total))
+            if at % 2:
+                writer.shutdown(socket.SHUT_WR)
     for reader, _, _ in ends:
         reader.settimeout(20)
 
@@ -1000,6 +1005,8 @@ def full():
                 piece = reader.recv(1 << 20)
                 need(piece == bytes([at]) * len(piece) and piece, "a connection has lost", total)
                 total -= len(piece)
+            if at % 2:
+                need(reader.recv(1) == b"", "more than was written")
 
     count(last=last)
 

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use crate::record::{Descriptor, Items, LEFT_OUT, Mapping, Process, Record};
-use crate::table::{self, How, Of, Row};
+use crate::table::{self, How, Means, Of, Row};
 
 /// An item that differs.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -149,13 +149,34 @@ impl Pair<'_> {
             known.insert(number);
             match here.get(&number) {
                 Some(_) if descriptor.items.contains_key(LEFT_OUT) => {}
-                Some(now) if was_closed(&descriptor.items, &now.items) => {}
+                Some(now) if was_closed(&descriptor.items, &now.items) => {
+                    self.closed(number, &descriptor.items, &now.items);
+                }
                 Some(now) => self.items(Of::Descriptor, Some(number), &descriptor.items, &now.items),
                 None => self.found.extend(presence(Of::Descriptor, "descriptor", then, Some(number), true)),
             }
         }
         let more = here.keys().filter(|number| !known.contains(*number));
         self.found.extend(more.filter_map(|number| presence(Of::Descriptor, "descriptor", then, Some(*number), false)));
+    }
+
+    /// What a program loses with a connection that the image has closed, if it is not known to lose it: to be closed is what
+    /// happens to connections.
+    fn closed(&mut self, number: i32, then: &Items, now: &Items) {
+        let lost = match then.get("state").map(String::as_str) {
+            Some("connecting") => "state",
+            // It had been closed before, by the other end.
+            Some("closed") => "readable",
+            _ => return,
+        };
+        let row = table::find(Of::Descriptor, lost).filter(|row| differs(row.how, then.get(lost), now.get(lost)));
+        self.found.extend(row.map(|row| Difference {
+            row: Row { means: Means::Told, ..row },
+            process: (self.then.pid, self.then.name.clone()),
+            at: Some(number),
+            then: then.get(lost).cloned(),
+            now: now.get(lost).cloned(),
+        }));
     }
 
     fn mappings(&mut self) {
@@ -189,11 +210,16 @@ impl Pair<'_> {
     /// An item that only one of them has is none of the other object, or was not known to its kernel.
     fn items(&mut self, of: Of, at: Option<i32>, then: &Items, now: &Items) {
         let names: BTreeSet<&String> = then.keys().chain(now.keys()).collect();
+        // CRIU makes a file without a name under another one if that name has been given to another file since.
+        let is_nameless = [then, now].iter().all(|items| items.get("deleted").is_some_and(|deleted| deleted == "yes"));
         for name in names {
             let (then, now) = (then.get(name), now.get(name));
             let Some(row) = table::find(of, name).filter(|row| differs(row.how, then, now)) else { continue };
             let is_unknown = self.kernel == Kernel::Other && then.is_some() != now.is_some();
             if is_unknown && comes_with_the_kernel(name) {
+                continue;
+            }
+            if row.item == "path" && is_nameless {
                 continue;
             }
             if matches!(row.item, "session" | "process-group") && self.is_led_by_itself(then, now) {
@@ -349,7 +375,6 @@ impl fmt::Display for Mapping {
 mod tests {
     use super::*;
     use crate::record::Thread;
-    use crate::table::Means;
 
     fn items(pairs: &[(&str, &str)]) -> Items {
         pairs.iter().map(|(item, value)| ((*item).to_owned(), (*value).to_owned())).collect()
@@ -410,6 +435,19 @@ mod tests {
             record(vec![process])
         };
         assert!(compare(&with(socket("connected", "a:1")), &with(socket("closed", "b:2"))).is_empty());
+        let told = |then: Items, now: Items| {
+            let found = compare(&with(then), &with(now));
+            assert!(found.iter().all(|difference| difference.row.means == Means::Told), "{found:?}");
+            found.into_iter().map(|difference| difference.row.item).collect::<Vec<_>>()
+        };
+        assert_eq!(told(socket("connecting", "a:1"), socket("closed", "b:2")), ["state"]);
+        let unread = |length: &str| {
+            let mut items = socket("closed", "a:1");
+            items.insert("readable".into(), length.into());
+            items
+        };
+        assert_eq!(told(unread("3"), unread("0")), ["readable"]);
+        assert_eq!(told(unread("3"), unread("3")), [""; 0]);
         assert_eq!(compare(&with(socket("listens", "a:1")), &with(socket("closed", "a:1"))).len(), 1);
         assert_eq!(compare(&with(socket("closed", "a:1")), &with(socket("connected", "a:1"))).len(), 1);
     }
@@ -426,6 +464,18 @@ mod tests {
         assert!(compare(&with("1002", 1001), &with("1003", 1001)).is_empty());
         assert_eq!(compare(&with("1002", 1002), &with("1003", 1002)).len(), 1, "its leader is there");
         assert_eq!(compare(&with("1002", 1001), &with("1001", 1001)).len(), 1, "the session of another");
+    }
+
+    #[test]
+    fn a_name_that_is_gone_is_not_compared() {
+        let with = |path: &str, deleted: &str| {
+            let mut process = process(1);
+            process.descriptors[0].items = items(&[("kind", "file"), ("path", path), ("deleted", deleted)]);
+            record(vec![process])
+        };
+        assert!(compare(&with("/a", "yes"), &with("/a.cr_link", "yes")).is_empty());
+        assert_eq!(compare(&with("/a", "no"), &with("/b", "no")).len(), 1);
+        assert_eq!(compare(&with("/a", "yes"), &with("/b", "no")).len(), 2);
     }
 
     #[test]

@@ -61,6 +61,7 @@ impl Options {
 
 /// The state of a connection is the first byte of `TCP_INFO` (linux/tcp.h).
 const CLOSED: u8 = 7;
+const CONNECTING: u8 = 2;
 
 impl Raw {
     /// `groups` are those of the network namespace that it is in.
@@ -124,6 +125,7 @@ impl Raw {
         let state = match self.state {
             _ if self.listens => "listens",
             Some(CLOSED) => "closed",
+            Some(CONNECTING) => "connecting",
             _ if self.is_connected => "connected",
             _ => "not connected",
         };
