@@ -15,7 +15,7 @@ fn started(lab: &Lab) -> Running {
 
 /// Options of sockets, priorities, and what else CRIU 4.2 does not save.
 fn what_criu_loses_is_put_back(kills: usize) {
-    let Some(lab) = Lab::new() else { return };
+    let Some(lab) = Lab::new().map(|lab| lab.set("restart.max-restarts", "1000")) else { return };
     let mut run = started(&lab);
     for _ in 0..kills {
         run.crash(&lab);

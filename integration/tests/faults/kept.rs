@@ -77,7 +77,9 @@ fn fails_once(rig: &Rig, supervisor: &mut Supervisor<'_>, words: &str) {
 fn comes_back(rig: &Rig, supervisor: &mut Supervisor<'_>, restarts: u32) {
     supervisor.said("the job was restored from image");
     supervisor.assert_unharmed(1);
-    assert_eq!(rig.state().unwrap().restarts, restarts);
+    let log = rig.log();
+    let said: Vec<&str> = log.lines().filter(|line| line.contains("WARN") || line.contains("ERROR")).collect();
+    assert_eq!(rig.state().unwrap().restarts, restarts, "restarts; {said:#?}");
     rig.assert_store_is_whole();
 }
 
