@@ -74,11 +74,12 @@ impl Before {
     }
 
     /// Whether a mount was there under another name: what it shows was removed, or a folder above it was renamed. The machine
-    /// does both, and where its mounts are private, the world keeps what it had. A number alone says nothing: the job may have
-    /// unmounted that one, and the next one got it.
+    /// does both, and where its mounts are private, the world keeps what it had. A number alone says nothing: the job or
+    /// the machine may have unmounted that one, and the next one got it, and with it the number of a device.
     fn was_renamed(&self, now: &Mount) -> bool {
         let Some(before) = self.by_number.get(&now.id) else { return false };
-        let is_same = (before.parent, before.device) == (now.parent, now.device);
+        let same = |mount: &Mount| (mount.parent, mount.device, mount.kind.clone(), mount.source.clone());
+        let is_same = same(before) == same(now);
         let shows = |mount: &Mount| mount.root.to_string_lossy().trim_end_matches(REMOVED).to_owned();
         is_same && shows(before) == shows(now)
     }
@@ -175,6 +176,10 @@ mod tests {
         assert_eq!(found("9 1 8:1 /home/x /etc/hosts rw - ext4 /dev/sda rw\n"), 1);
         assert_eq!(found("10 1 8:1 /srv/hosts /mnt rw - ext4 /dev/sda rw\n"), 1);
         assert_eq!(found("9 1 8:2 /srv/hosts//deleted /etc/hosts rw - ext4 /dev/sdb rw\n"), 1);
+        // Both numbers were given again: a temporary file system of the machine was unmounted.
+        let before = Before::of(table("9 1 0:50 / /run/other rw - tmpfs other rw\n"));
+        let now = table("9 1 0:50 / /srv/groups rw - cgroup none rw,net_prio\n");
+        assert_eq!(before.fresh(&now, &HashSet::new()).len(), 1);
         assert_eq!(found("9 4 8:1 /srv/hosts//deleted /etc/hosts rw - ext4 /dev/sda rw\n"), 1);
     }
 
