@@ -109,7 +109,8 @@ def trial(rekindle, work, name):
         return "unusable", "it wants connections closed that rekindle keeps: " + " ".join(options)
     clean(name)
     settings = SETTINGS | (UNFILTERED if name.startswith("seccomp") else {})
-    job = Job(rekindle, work, "zdtm", [sys.executable, "-c", JOB, name], settings=settings)
+    # A name of its own: what the job leaves in memory is found by it.
+    job = Job(rekindle, work, f"zdtm{os.getpid()}", [sys.executable, "-c", JOB, name], settings=settings)
     job.start()
     try:
         try:
@@ -147,8 +148,8 @@ def trial(rekindle, work, name):
         try:
             job.process.wait(10)
         except subprocess.TimeoutExpired:
-            job.process.kill()
-            job.process.wait()
+            job.kill_supervisor()
+        job.forget_memory()
         for pid, _, line in list(processes()):
             if line[0].decode(errors="replace").endswith(f"/{name}"):
                 with contextlib.suppress(ProcessLookupError):
