@@ -91,7 +91,9 @@ impl Raw {
             is_connected: peer.is_ok(),
             peer: address(peer),
             peer_user: (family == libc::AF_UNIX).then(|| peer_user(socket)).flatten(),
-            shutdown: peer.is_ok().then(|| Shutdown::of(socket)).flatten(),
+            shutdown: (peer.is_ok() && matches!(kind, libc::SOCK_STREAM | libc::SOCK_SEQPACKET))
+                .then(|| Shutdown::of(socket))
+                .flatten(),
             readable: (!listens).then(|| attributes::length(socket, libc::FIONREAD).ok()).flatten(),
             congestion: is_tcp.then(|| string(socket, libc::IPPROTO_TCP, libc::TCP_CONGESTION)).flatten(),
             device: is_ip.then(|| string(socket, libc::SOL_SOCKET, libc::SO_BINDTODEVICE)).flatten(),
