@@ -313,6 +313,13 @@ fn differs(how: How, then: Option<&String>, now: Option<&String>) -> bool {
             (Some(then), Some(now)) => then & !now != 0,
             _ => then != now,
         },
+        How::Over => {
+            let over = |value: &String| table::OVER.iter().position(|over| over == value);
+            match (then.and_then(over), now.and_then(over)) {
+                (Some(then), Some(now)) => now < then,
+                _ => then != now,
+            }
+        }
         // It may have fired meanwhile, in both.
         How::TimeLeft => match (number(then, 10), number(now, 10)) {
             (Some(then), Some(now)) => now > then.saturating_add(CLOCKS_DIFFER),
@@ -596,6 +603,8 @@ mod tests {
         }
         let differ = |how, then: &str, now: &str| differs(how, some(then).as_ref(), some(now).as_ref());
         assert!(!differ(How::TimeLeft, "500", "400") && differ(How::TimeLeft, "500", "2000000000"));
+        assert!(!differ(How::Over, "no", "to receive") && differ(How::Over, "to send and to receive", "to receive"));
+        assert!(differ(How::Over, "no", "odd") && !differ(How::Over, "odd", "odd"));
         assert!(!differ(How::AtLeast, "5", "6") && differ(How::AtLeast, "5", "4"));
         assert!(!differ(How::AtLeastThese, "04", "0c") && differ(How::AtLeastThese, "0c", "04"));
         let lines = Difference {

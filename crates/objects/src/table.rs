@@ -36,9 +36,14 @@ pub enum How {
     AtLeastThese,
     /// Nanoseconds until a timer fires, which pass.
     TimeLeft,
+    /// Directions of a connection that are over ([`OVER`]): the end of one can come while CRIU reads, behind data.
+    Over,
     /// They differ in every restore.
     Never,
 }
+
+/// Values of [`How::Over`]: more come later in the list.
+pub(crate) const OVER: [&str; 3] = ["no", "to receive", "to send and to receive"];
 
 /// What a difference means.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -72,7 +77,7 @@ const fn row(of: Of, item: &'static str, what: &'static str, how: How, means: Me
     Row { item, of, what, how, means }
 }
 
-use How::{AtLeast, AtLeastThese, Equal, Flags, Lines, Never, TimeLeft, Watched};
+use How::{AtLeast, AtLeastThese, Equal, Flags, Lines, Never, Over, TimeLeft, Watched};
 use Means::{PutBack, Refused, SetLater, Told};
 use Of::{Descriptor, Mapping, Process, Thread};
 
@@ -158,7 +163,7 @@ pub const ROWS: &[Row] = &[
     row(Descriptor, "type", "type of a socket", Equal, Refused),
     row(Descriptor, "protocol", "protocol of a socket", Equal, Refused),
     row(Descriptor, "state", "whether a socket listens, is connected or closed", Equal, Refused),
-    row(Descriptor, "shutdown", "whether a direction of a connection was shut down (shutdown(2))", Equal, Refused),
+    row(Descriptor, "shutdown", "whether a direction of a connection was shut down (shutdown(2))", Over, Refused),
     row(Descriptor, "address", "address of a socket", Equal, Refused),
     row(Descriptor, "raw-address", "address of a raw socket", Equal, PutBack),
     row(Descriptor, "peer", "address of a socket's other end", Equal, Refused),

@@ -7,7 +7,7 @@ use rekindle_os::{attributes, sockopt};
 
 use crate::multicast::Groups;
 use crate::record::Items;
-use crate::table::{Level, OPTIONS, Shape, SocketOption};
+use crate::table::{Level, OPTIONS, OVER, Shape, SocketOption};
 
 /// What was read.
 #[derive(Debug)]
@@ -19,14 +19,21 @@ pub(super) struct Raw {
     state: Option<u8>,
     address: Option<String>,
     is_connected: bool,
-    peer: Option<String>,
-    peer_user: Option<(u32, u32)>,
-    shutdown: Option<Shutdown>,
+    peer: Peer,
     readable: Option<i32>,
     congestion: Option<String>,
     device: Option<String>,
     groups: Vec<String>,
     options: Options,
+}
+
+/// The other end.
+#[derive(Debug)]
+struct Peer {
+    address: Option<String>,
+    user: Option<(u32, u32)>,
+    /// Which directions of the connection to it are over.
+    shutdown: Option<&'static str>,
 }
 
 /// Options with their values, which are kept together: there may be many sockets.
@@ -89,11 +96,13 @@ impl Raw {
             state: is_tcp.then(|| tcp_state(socket)).flatten(),
             address: address(getsockname::<SockaddrStorage>(socket.as_raw_fd())),
             is_connected: peer.is_ok(),
-            peer: address(peer),
-            peer_user: (family == libc::AF_UNIX).then(|| peer_user(socket)).flatten(),
-            shutdown: (peer.is_ok() && matches!(kind, libc::SOCK_STREAM | libc::SOCK_SEQPACKET))
-                .then(|| Shutdown::of(socket))
-                .flatten(),
+            peer: Peer {
+                user: (family == libc::AF_UNIX).then(|| peer_user(socket)).flatten(),
+                shutdown: (peer.is_ok() && matches!(kind, libc::SOCK_STREAM | libc::SOCK_SEQPACKET))
+                    .then(|| over(socket))
+                    .flatten(),
+                address: address(peer),
+            },
             readable: (!listens).then(|| attributes::length(socket, libc::FIONREAD).ok()).flatten(),
             congestion: is_tcp.then(|| string(socket, libc::IPPROTO_TCP, libc::TCP_CONGESTION)).flatten(),
             device: is_ip.then(|| string(socket, libc::SOL_SOCKET, libc::SO_BINDTODEVICE)).flatten(),
@@ -109,7 +118,10 @@ impl Raw {
 
     /// Whether it sends datagrams to a UNIX socket without a name, which nobody but its process can have closed.
     pub(super) fn sends_to_nameless(&self) -> bool {
-        self.family == libc::AF_UNIX && self.kind == libc::SOCK_DGRAM && self.is_connected && self.peer.is_none()
+        self.family == libc::AF_UNIX
+            && self.kind == libc::SOCK_DGRAM
+            && self.is_connected
+            && self.peer.address.is_none()
     }
 
     /// Its other end is closed. The kernel forgets that end when something is sent to it, and CRIU at once.
@@ -132,7 +144,7 @@ impl Raw {
             _ => "not connected",
         };
         put("state", state.to_owned());
-        let peer_user = self.peer_user.map(|(uid, gid)| format!("uid {uid} gid {gid}"));
+        let peer_user = self.peer.user.map(|(uid, gid)| format!("uid {uid} gid {gid}"));
         let is_unix = self.family == libc::AF_UNIX;
         // CRIU does not save packets, which may be lost on the way as well.
         let is_raw = self.kind == libc::SOCK_RAW && matches!(self.family, libc::AF_INET | libc::AF_INET6);
@@ -147,9 +159,9 @@ impl Raw {
         for (item, value) in [
             (address, self.address.clone()),
             // CRIU makes a connection between UNIX sockets as a pair, and names it where it can.
-            (if is_unix { "peer-name" } else { "peer" }, self.peer.clone()),
+            (if is_unix { "peer-name" } else { "peer" }, self.peer.address.clone()),
             ("peer-user", peer_user),
-            ("shutdown", self.shutdown.map(|shutdown| shutdown.in_words().to_owned())),
+            ("shutdown", self.peer.shutdown.map(ToOwned::to_owned)),
             (if loses { "datagrams" } else { "readable" }, self.readable.map(|length| length.to_string())),
             ("congestion", self.congestion.clone()),
             ("device", self.device.clone().filter(|device| !device.is_empty())),
@@ -174,30 +186,13 @@ impl Raw {
 }
 
 /// Which directions of a connection are over, as poll(2) shows it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Shutdown {
-    None,
-    /// Nothing more comes.
-    Receive,
-    Both,
-}
-
-impl Shutdown {
-    fn of(socket: &OwnedFd) -> Option<Shutdown> {
-        Some(match attributes::hung_up(socket).ok()? {
-            0 => Shutdown::None,
-            events if events & libc::POLLHUP == 0 => Shutdown::Receive,
-            _ => Shutdown::Both,
-        })
-    }
-
-    fn in_words(self) -> &'static str {
-        match self {
-            Shutdown::None => "no",
-            Shutdown::Receive => "to receive",
-            Shutdown::Both => "to send and to receive",
-        }
-    }
+fn over(socket: &OwnedFd) -> Option<&'static str> {
+    let [none, receive, both] = OVER;
+    Some(match attributes::hung_up(socket).ok()? {
+        0 => none,
+        events if events & libc::POLLHUP == 0 => receive,
+        _ => both,
+    })
 }
 
 /// The bytes of an option as the numbers in it.
