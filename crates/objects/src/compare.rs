@@ -34,12 +34,14 @@ impl fmt::Display for Difference {
             Some(value) => shortened(&value),
             None => "nothing".to_owned(),
         };
-        let (then, now) = match self.row.how {
-            How::Lines => {
-                (without(self.then.as_deref(), self.now.as_deref()), without(self.now.as_deref(), self.then.as_deref()))
+        let (mut then, mut now) = (self.then.clone(), self.now.clone());
+        if self.row.how == How::Lines {
+            let only = (without(then.as_deref(), now.as_deref()), without(now.as_deref(), then.as_deref()));
+            // Otherwise they have the same lines, some of them more often.
+            if only != (None, None) {
+                (then, now) = only;
             }
-            _ => (self.then.clone(), self.now.clone()),
-        };
+        }
         write!(f, "was {}, is {}", value(then), value(now))
     }
 }
@@ -614,6 +616,8 @@ mod tests {
             ..compare(&record(vec![process(1)]), &record(vec![])).remove(0)
         };
         assert!(lines.to_string().ends_with("was c 3, is nothing"), "{lines}");
+        let twice = Difference { then: some("a\na"), now: some("a"), ..lines };
+        assert!(twice.to_string().ends_with("was a; a, is a"), "{twice}");
         let long = Difference {
             then: some(&"x\n".repeat(1000)),
             ..compare(&record(vec![process(1)]), &record(vec![])).remove(0)

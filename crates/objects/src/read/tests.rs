@@ -160,7 +160,7 @@ fn two_records_of_a_stopped_tree_do_not_differ() {
 }
 
 #[test]
-#[ignore = "takes minutes"]
+#[ignore = "takes half an hour"]
 fn a_thousand_records_of_a_busy_tree_of_fifty_do_not_differ() {
     records_do_not_differ(49, 1000);
 }
