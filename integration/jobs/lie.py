@@ -205,6 +205,11 @@ lie("huge-pages", f"mm-{job}.img", [17], lambda _: 1)
 lie("limits", core, [3, 8, 1, 1], lambda value: 1234 if value == 4096 else value)
 lie("oom-score-adj", core, [3, 14], lambda _: 77)
 lie("blocked-signals", core, [3, 5], lambda value: b"\0" * 8 if isinstance(value, bytes) else 0)
+lie("memory-barriers", core, [3, 22], lambda _: 0)
+lie("interval-timers", core, [3, 7, 1, 3], lambda seconds: seconds // 2)
+lie("alternate-stack", core, [5, 7, 2], lambda size: size // 2)
+lie("rseq", core_of_thread, [5, 15, 3])
+lie("clear-at-end", core_of_thread, [2, 1])
 lie("name", core, [3, 6], lambda _: b"another")
 lie("robust-list", core_of_thread, [5, 1])
 lie("capabilities", core_of_thread, [5, 10, 11], lambda value: 0)
@@ -213,6 +218,7 @@ lie("users", core_of_thread, [5, 10, 7], lambda _: 7)
 lie("groups", core_of_thread, [5, 10, 8], lambda _: 7)
 lie("no-new-privileges", core_of_child, [5, 10], lambda creds: creds + number(18 << 3) + b"\1")
 without_all("timers", core, [3, 7, 4])
+print("found timer-times")
 without_all("pending-signals", core, [3, 10, 1])
 
 # Descriptors.
@@ -259,10 +265,31 @@ for name, word in [("pipes-data.img", "queued"), ("sk-queues.img", "readable")]:
 # What rekindle puts back, whatever CRIU does.
 lie("personality", core, [3, 3], lambda _: 0x40000, becomes="put back")
 lie("scheduling", core, [5, 3], lambda _: 4, becomes="put back")
+lie("parent-death-signal", core_of_child, [5, 8], lambda _: 15, becomes="put back")
+lie("dumpable", f"mm-{child}.img", [15], lambda _: 0, becomes="put back")
+lie("child-subreaper", core, [3, 18], lambda _: 0, becomes="put back")
+lie("secure-bits", core, [5, 10, 13], lambda _: 0x10, becomes="put back")
 lie("SO_PRIORITY", "files.img", [INET, 14, 8], where=is_at([INET, 5], UDP), becomes="put back")
 lie("seals", "memfd.img", [6], lambda _: 0, where=is_at([1], b"x"), becomes="put back")
 
 handlers = []
+
+
+def other_flags(record):
+    """Of the action of SIGINT."""
+    fields = parse(record)
+    for field in fields:
+        if field[0] == 3:
+            inner = parse(field[2])
+            action = [action for action in inner if action[0] == 15][1]
+            action[2], was = change(action[2], [2], lambda flags: flags ^ 0x10000000)
+            handlers.append(was)
+            field[2] = build(inner)
+    return build(fields)
+
+
+rewrite(core, other_flags)
+print("found signal-actions")
 
 
 def without_action(signal):

@@ -179,12 +179,12 @@ impl Trial<'_> {
             .ok_or_else(|| failure(&format!("`sleep` did not start within {} s", LIMIT.as_secs())))?;
         let ids: Vec<i32> = process::tree(job.root.pid()).into_iter().filter_map(process::inner_pid).collect();
         let root = process::inner_pid(job.root.pid()).ok_or_else(|| failure("`sleep` ended at once"))?;
-        // As for a snapshot: if CRIU cannot load the plugin, it is used without.
+        // As for a snapshot.
         let devices = Devices::find();
         let folder = self.work.join(PLUGINS);
         plugin::unpack(&folder).map_err(failed("preparing"))?;
-        let plugin =
-            devices.as_ref().map(|devices| Plugin { folder: &folder, devices: Some(devices.list()), files: None });
+        let (list, is_wanted) = (devices.as_ref().map(Devices::list), devices.is_some() || self.criu.loads_plugins());
+        let plugin = is_wanted.then_some(Plugin { folder: &folder, devices: list, answers: None, files: None });
         let options = DumpOptions { root, tcp: Tcp::Close, ghost_limit: 1 << 20, freeze_timeout: LIMIT, plugin };
         let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled: &|| false, abandon: &|| {}, died: &|| None };
         criu::dump(&self.place(&job.world), options, &mut hooks).map_err(refused("dump"))?;

@@ -171,6 +171,14 @@ impl Criu {
     }
 }
 
+impl Criu {
+    /// Whether it can load a plugin. A static program has no loader, and ends when it is told to load one.
+    #[must_use]
+    pub fn loads_plugins(&self) -> bool {
+        plugin::is_dynamic(&self.path)
+    }
+}
+
 fn stamp(path: &Path) -> Option<Stamp> {
     let meta = std::fs::metadata(path).ok()?;
     Some((meta.dev(), meta.ino(), meta.mtime(), meta.mtime_nsec()))

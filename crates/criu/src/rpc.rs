@@ -83,7 +83,7 @@ pub struct RestoreOptions<'a> {
     pub tcp: Tcp,
     /// Files that the job gets instead of the original ones.
     pub instead: &'a [Instead],
-    /// Our plugin, if CRIU works on files of a user.
+    /// Our plugin, if this CRIU loads plugins.
     pub plugin: Option<Plugin<'a>>,
 }
 
@@ -104,8 +104,8 @@ pub struct DumpOptions<'a> {
     pub ghost_limit: u32,
     /// Time limit for stopping all tasks; CRIU counts in seconds.
     pub freeze_timeout: Duration,
-    /// Our plugin, if there are devices to accept. Then [`image::without_devices`] must be called before the tasks are
-    /// resumed.
+    /// Our plugin, if this CRIU loads plugins. If it accepts devices, [`image::without_devices`] must be called before the
+    /// tasks are resumed.
     pub plugin: Option<Plugin<'a>>,
 }
 
@@ -324,8 +324,11 @@ pub(super) fn world_of(init: &Child) -> Result<World, spawn::Error> {
 /// The descriptor in CRIU of the folder of its images, if it does not open it by its path.
 const IMAGES: i32 = 4;
 
+/// The descriptor in CRIU to which our plugin writes answers of the threads.
+const ANSWERS: i32 = 5;
+
 /// The first descriptor in CRIU that is a file of the job; lower ones are its own.
-const FIRST_FILE: i32 = 5;
+const FIRST_FILE: i32 = 6;
 
 /// Restores an image; its root becomes a child of this process.
 ///
@@ -439,6 +442,9 @@ impl<'a> Run<'a> {
         let plugins = plugin.map_or(place.work, |plugin| plugin.folder);
         let first = [OsStr::new("--no-default-config"), OsStr::new("-W"), work.as_os_str()];
         let args = first.into_iter().chain(["-L".as_ref(), plugins.as_os_str(), "swrk".as_ref(), "3".as_ref()]);
+        let answers = plugin.and_then(|plugin| plugin.answers).map(|answers| answers.try_clone_to_owned()).transpose();
+        let answers = answers.map_err(|source| RunError::Talk { what: "descriptor of the answers", source })?;
+        let asks = answers.as_ref().map(|_| (variables::text(variables::ANSWERS), OsString::from(ANSWERS.to_string())));
         let devices =
             plugin.and_then(|plugin| Some((variables::text(variables::DEVICES), OsString::from(plugin.devices?))));
         let files_as = plugin.and_then(|plugin| {
@@ -449,7 +455,7 @@ impl<'a> Run<'a> {
             ])
         });
         let path = ("PATH", std::env::var_os("PATH").unwrap_or_default());
-        let variables = [path].into_iter().chain(devices).chain(files_as.into_iter().flatten());
+        let variables = [path].into_iter().chain(asks).chain(devices).chain(files_as.into_iter().flatten());
         let child = Spawn::new(&place.criu.path, args)
             // CRIU also takes options from its environment, so it gets none.
             .and_then(|s| s.environment(variables))
@@ -460,6 +466,9 @@ impl<'a> Run<'a> {
                 let mut spawn = spawn.fd(log_end, 2).fd(theirs, 3).session().no_groups();
                 if let Some(opened) = opened {
                     spawn = spawn.fd(opened, IMAGES);
+                }
+                if let Some(answers) = answers {
+                    spawn = spawn.fd(answers, ANSWERS);
                 }
                 let made = (FIRST_FILE..).skip(given.files.len()).zip(given.made);
                 for (fd, made) in made {

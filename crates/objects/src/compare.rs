@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
+use crate::answers;
 use crate::record::{Descriptor, Items, LEFT_OUT, Mapping, Process, Record};
 use crate::table::{self, How, Means, Of, Row};
 
@@ -94,8 +95,20 @@ enum Kernel {
 
 /// Whether an item is missing because a kernel does not have it, and for no other reason.
 fn comes_with_the_kernel(item: &str) -> bool {
-    const ITEMS: [&str; 7] =
-        ["umask", "no-new-privileges", "seccomp", "semaphore", "huge-pages", "personality", "memory-policy"];
+    const ITEMS: [&str; 12] = [
+        "umask",
+        "no-new-privileges",
+        "seccomp",
+        "semaphore",
+        "huge-pages",
+        "personality",
+        "memory-policy",
+        "rseq",
+        "memory-barriers",
+        "write-execute",
+        "memory-merge",
+        "io-flusher",
+    ];
     ITEMS.contains(&item) || table::OPTIONS.iter().any(|option| option.name == item)
 }
 
@@ -215,6 +228,9 @@ impl Pair<'_> {
         // CRIU makes a file without a name under another one if that name has been given to another file since.
         let is_nameless = [then, now].iter().all(|items| items.get("deleted").is_some_and(|deleted| deleted == "yes"));
         for name in names {
+            if answers::is_unknown(name, then, now) {
+                continue;
+            }
             let (then, now) = (then.get(name), now.get(name));
             let Some(row) = table::find(of, name).filter(|row| differs(row.how, then, now)) else { continue };
             let is_unknown = self.kernel == Kernel::Other && then.is_some() != now.is_some();
@@ -327,8 +343,33 @@ fn differs(how: How, then: Option<&String>, now: Option<&String>) -> bool {
             (Some(then), Some(now)) => now > then.saturating_add(CLOCKS_DIFFER),
             _ => false,
         },
+        How::TimesLeft => have_other_times(then, now),
         How::Never => then != now,
     }
+}
+
+/// How long a restore may take from the first timer that it starts to the look at all of them, in nanoseconds.
+const STARTED_WITHIN: u64 = 600_000_000_000;
+/// A timer with less time left may have fired meanwhile, and one that fires once is over then.
+const MAY_FIRE: u64 = 10_000_000_000;
+
+/// Whether two sets of timers differ in more than the time that passes.
+fn have_other_times(then: Option<&String>, now: Option<&String>) -> bool {
+    fn times(value: Option<&String>) -> BTreeMap<&str, u64> {
+        let lines = value.into_iter().flat_map(|text| text.lines());
+        let lines = lines.filter_map(|line| line.rsplit_once(' '));
+        lines.filter_map(|(timer, left)| Some((timer, left.parse().ok()?))).collect()
+    }
+    let (then, now) = (times(then), times(now));
+    // One that repeats may have begun anew.
+    let interval = |timer: &str| timer.split(' ').rev().nth(1).and_then(|interval| interval.parse().ok()).unwrap_or(0);
+    let most = |timer: &str, left: u64| if left > MAY_FIRE { left } else { left.max(interval(timer)) };
+    let is_lost = |timer: &str, left: u64| match now.get(timer).copied().unwrap_or_default() {
+        // It was not running, or it is over.
+        0 => left > MAY_FIRE,
+        now => now > most(timer, left).saturating_add(CLOCKS_DIFFER) || now.saturating_add(STARTED_WITHIN) < left,
+    };
+    then.iter().any(|(timer, left)| is_lost(timer, *left)) || now.keys().any(|timer| !then.contains_key(timer))
 }
 
 /// O_DIRECTORY and O_TMPFILE (which contains it) say what open(2) may open, and nothing about the file that it opened. CRIU

@@ -11,6 +11,7 @@
 //!
 //! Nothing here runs code in a process or changes one, but for [`put_back()`].
 
+mod answers;
 mod compare;
 mod format;
 mod multicast;
@@ -20,6 +21,7 @@ mod record;
 mod settings;
 pub mod table;
 
+pub use answers::Answers;
 pub use compare::{Difference, compare};
 pub use format::{Damaged, FILE_NAME, MAX_BYTES, VERSION};
 pub use put_back::{Rights, put_back};

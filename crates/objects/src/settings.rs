@@ -12,9 +12,25 @@ pub fn setting(difference: &Difference) -> Option<Setting> {
     match difference.row.item {
         "personality" => Some(Setting::Personality(u32::from_str_radix(value, 16).ok()?)),
         "memory-policy" => memory_policy(value),
-        _ => None,
+        item => {
+            let (_, option) = OPTIONS.iter().find(|(name, _)| *name == item)?;
+            Some(Setting::Option(*option, value.parse().ok()?))
+        }
     }
 }
+
+/// What prctl(2) sets, with the option that sets it (linux/prctl.h).
+const OPTIONS: [(&str, u64); 9] = [
+    ("parent-death-signal", 1),
+    ("dumpable", 4),
+    ("time-stamp-counter", 26),
+    ("secure-bits", 28),
+    ("machine-check", 33),
+    ("child-subreaper", 36),
+    ("io-flusher", 57),
+    ("write-execute", 65),
+    ("memory-merge", 67),
+];
 
 /// The modes of linux/mempolicy.h, as the kernel writes them (`mpol_to_str` in its mm/mempolicy.c).
 const MODES: [(&str, u32); 7] = [

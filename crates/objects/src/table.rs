@@ -36,6 +36,8 @@ pub enum How {
     AtLeastThese,
     /// Nanoseconds until a timer fires, which pass.
     TimeLeft,
+    /// A line for each timer, at the end of which is the time until it fires, in nanoseconds.
+    TimesLeft,
     /// Directions of a connection that are over ([`OVER`]): the end of one can come while CRIU reads, behind data.
     Over,
     /// They differ in every restore.
@@ -77,7 +79,7 @@ const fn row(of: Of, item: &'static str, what: &'static str, how: How, means: Me
     Row { item, of, what, how, means }
 }
 
-use How::{AtLeast, AtLeastThese, Equal, Flags, Lines, Never, Over, TimeLeft, Watched};
+use How::{AtLeast, AtLeastThese, Equal, Flags, Lines, Never, Over, TimeLeft, TimesLeft, Watched};
 use Means::{PutBack, Refused, SetLater, Told};
 use Of::{Descriptor, Mapping, Process, Thread};
 
@@ -98,6 +100,24 @@ pub const ROWS: &[Row] = &[
     row(Process, "caught-signals", "signals that it has handlers for", Equal, Refused),
     row(Process, "pending-signals", "signals that wait for the process", AtLeastThese, Refused),
     row(Process, "timers", "POSIX timers (timer_create(2)): clock, signal, and whom it is for", Equal, Refused),
+    row(Process, "timer-times", "POSIX timers: interval, and time until they fire", TimesLeft, Refused),
+    row(Process, "interval-timers", "interval timers (setitimer(2))", TimesLeft, Refused),
+    row(
+        Process,
+        "signal-actions",
+        "what it does at a signal (sigaction(2)): handler, flags, and signals that are blocked meanwhile",
+        Lines,
+        Refused,
+    ),
+    row(Process, "memory-barriers", "memory barriers that it has registered for (membarrier(2))", Equal, Refused),
+    row(Process, "dumpable", "whether others may inspect it (prctl(2), PR_SET_DUMPABLE)", Equal, SetLater),
+    row(Process, "child-subreaper", "whether it gets orphans (PR_SET_CHILD_SUBREAPER)", Equal, SetLater),
+    row(Process, "write-execute", "whether memory can become executable (PR_SET_MDWE)", Equal, SetLater),
+    row(Process, "memory-merge", "whether equal pages of its memory are merged (PR_SET_MEMORY_MERGE)", Equal, SetLater),
+    row(Process, "secure-bits", "what root's ids mean for its capabilities (PR_SET_SECUREBITS)", Equal, SetLater),
+    row(Process, "time-stamp-counter", "whether it may read the time-stamp counter (PR_SET_TSC)", Equal, SetLater),
+    row(Process, "machine-check", "what it gets for a memory error (PR_MCE_KILL)", Equal, SetLater),
+    row(Process, "io-flusher", "whether it writes back memory for others (PR_SET_IO_FLUSHER)", Equal, SetLater),
     row(
         Process,
         "undo-list",
@@ -123,6 +143,10 @@ pub const ROWS: &[Row] = &[
     row(Thread, "blocked-signals", "signals that it blocks", AtLeastThese, Refused),
     row(Thread, "pending-signals", "signals that wait for the thread", AtLeastThese, Refused),
     row(Thread, "robust-list", "robust list of futexes", Equal, Refused),
+    row(Thread, "rseq", "area of restartable sequences (rseq(2))", Equal, Refused),
+    row(Thread, "alternate-stack", "stack for signal handlers (sigaltstack(2))", Equal, Refused),
+    row(Thread, "clear-at-end", "address that is cleared at its end (set_tid_address(2))", Equal, Refused),
+    row(Thread, "parent-death-signal", "signal at the end of its parent (PR_SET_PDEATHSIG)", Equal, SetLater),
     row(Thread, "scheduling", "scheduling policy, priority, nice value and flags", Equal, Told),
     row(Thread, "io-priority", "I/O priority", Equal, PutBack),
     row(Thread, "timer-slack", "timer slack", Equal, PutBack),

@@ -4,7 +4,7 @@ use core::ffi::{c_char, c_void};
 
 use rekindle_abi::variables;
 
-use crate::{accept, files, sys};
+use crate::{accept, ask, files, sys};
 
 /// `cr_plugin_desc_t` of version 0.2.0. CRIU accepts every version up to its own, and reads as many hooks as the
 /// descriptor says: 4.0 to 4.2 use this version.
@@ -21,7 +21,7 @@ pub struct Descriptor {
 // SAFETY: it points to constants and functions only.
 unsafe impl Sync for Descriptor {}
 
-/// The two hooks that get a descriptor of something unknown to CRIU as their first argument.
+/// Hooks whose first argument is a number: a descriptor of something unknown to CRIU, or a pid.
 type Hook = extern "C" fn(i32) -> i32;
 
 /// `init` gets the stage that CRIU is in, and returns 0 to continue.
@@ -30,26 +30,34 @@ type Begin = extern "C" fn(i32) -> i32;
 const BEGIN: *const c_void = begin as Begin as *const c_void;
 const NONE: *const c_void = core::ptr::null();
 const ACCEPT: *const c_void = accept as Hook as *const c_void;
-/// All hooks up to `CR_PLUGIN_HOOK__HANDLE_DEVICE_VMA`, which is 7.
-const HOOKS: usize = 8;
+const ASK: *const c_void = ask as Hook as *const c_void;
+/// All hooks up to `CR_PLUGIN_HOOK__CHECKPOINT_DEVICES`, which is 11: CRIU 4.0 has no more.
+const HOOKS: usize = 12;
 
-/// `DUMP_EXT_FILE` is 2.
+/// `DUMP_EXT_FILE` is 2, `HANDLE_DEVICE_VMA` 7, `RESUME_DEVICES_LATE` 9.
 #[unsafe(no_mangle)]
 pub static CR_PLUGIN_DESC: Descriptor = Descriptor {
     name: c"rekindle".as_ptr(),
     life: [BEGIN, NONE],
     version: 0x00_02_00,
-    max_hooks: 8,
-    hooks: [NONE, NONE, ACCEPT, NONE, NONE, NONE, NONE, ACCEPT],
+    max_hooks: 12,
+    hooks: [NONE, NONE, ACCEPT, NONE, NONE, NONE, NONE, ACCEPT, NONE, ASK, NONE, ASK],
 };
+
+/// The result if a plugin does not handle something, negated.
+const ENOTSUP: i32 = 95;
 
 /// Returns 0 to accept it. Then CRIU asks no other plugin.
 extern "C" fn accept(fd: i32) -> i32 {
-    /// The result if a plugin does not handle something.
-    const ENOTSUP: i32 = 95;
     let is_named = sys::device(fd)
         .is_some_and(|device| sys::variable(variables::DEVICES).is_some_and(|list| accept::names(list, device)));
     if is_named { 0 } else { -ENOTSUP }
+}
+
+/// For each process, by its pid.
+extern "C" fn ask(pid: i32) -> i32 {
+    ask::process(pid);
+    -ENOTSUP
 }
 
 extern "C" fn begin(stage: i32) -> i32 {

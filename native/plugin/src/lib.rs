@@ -1,5 +1,9 @@
-//! The plugin that CRIU loads: in a dump it makes CRIU accept NVIDIA's devices in processes that are not CUDA
-//! processes.
+//! The plugin that CRIU loads.
+//!
+//! While CRIU has stopped all threads, the plugin asks each what only the thread itself can tell ([`ask`]), if
+//! `REKINDLE_ANSWERS` names a descriptor for the answers.
+//!
+//! In a dump it makes CRIU accept NVIDIA's devices in processes that are not CUDA processes.
 //!
 //! CRIU (4.0 to 4.2) dumps neither an unknown character device ("Can't dump file 3 of that type [20666] (chr 195:255)")
 //! nor a mapping of one, unless a plugin accepts it (`DUMP_EXT_FILE` in its files-ext.c, `HANDLE_DEVICE_VMA` in
@@ -25,12 +29,14 @@
 compile_error!("rekindle runs on Linux, x86-64: the CUDA driver offers process checkpoints nowhere else");
 
 mod accept;
+mod ask;
 #[cfg(not(test))]
 mod files;
 #[cfg(not(test))]
 mod hooks;
 mod rights;
 mod sys;
+mod tracee;
 mod trusted;
 
 rekindle_abi::never_panics!(b"rekindle plugin can panic");

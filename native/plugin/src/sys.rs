@@ -12,8 +12,14 @@ use crate::accept::Device;
 
 /// Numbers of system calls (x86-64).
 pub(crate) mod number {
+    pub(crate) const READ: usize = 0;
+    pub(crate) const WRITE: usize = 1;
     pub(crate) const CLOSE: usize = 3;
     pub(crate) const FSTAT: usize = 5;
+    pub(crate) const RT_SIGACTION: usize = 13;
+    pub(crate) const GETITIMER: usize = 36;
+    pub(crate) const WAIT4: usize = 61;
+    pub(crate) const PTRACE: usize = 101;
     pub(crate) const GETGROUPS: usize = 115;
     pub(crate) const SETGROUPS: usize = 116;
     pub(crate) const SETRESUID: usize = 117;
@@ -22,8 +28,12 @@ pub(crate) mod number {
     pub(crate) const SETFSGID: usize = 123;
     pub(crate) const CAPGET: usize = 125;
     pub(crate) const CAPSET: usize = 126;
+    pub(crate) const SIGALTSTACK: usize = 131;
     pub(crate) const FSTATFS: usize = 138;
     pub(crate) const PRCTL: usize = 157;
+    pub(crate) const GETDENTS64: usize = 217;
+    pub(crate) const TIMER_GETTIME: usize = 224;
+    pub(crate) const TGKILL: usize = 234;
     pub(crate) const KEYCTL: usize = 250;
     pub(crate) const OPENAT: usize = 257;
     pub(crate) const UTIMENSAT: usize = 280;
@@ -35,6 +45,9 @@ pub(crate) mod number {
     pub(crate) const FCHDIR: usize = 81;
     pub(crate) const PRLIMIT64: usize = 302;
     pub(crate) const OPEN_BY_HANDLE_AT: usize = 304;
+    pub(crate) const PROCESS_VM_READV: usize = 310;
+    pub(crate) const MEMBARRIER: usize = 324;
+    pub(crate) const PROCESS_VM_WRITEV: usize = 311;
     pub(crate) const OPENAT2: usize = 437;
 }
 
@@ -111,6 +124,125 @@ pub(crate) fn device(fd: i32) -> Option<Device> {
     // The kernel's `new_encode_dev`.
     let (major, minor) = (stat.rdev >> 8 & 0xfff, stat.rdev & 0xff | stat.rdev >> 12 & 0xf_ff00);
     Some(Device { kind, major: major as u32, minor: minor as u32 })
+}
+
+/// How a number is written.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Base {
+    Decimal,
+    Hexadecimal,
+}
+
+/// Text that is made without an allocator. What does not fit spoils it.
+pub(crate) struct Text<const N: usize> {
+    bytes: [u8; N],
+    /// More than `N` if something did not fit.
+    length: usize,
+}
+
+impl<const N: usize> Text<N> {
+    pub(crate) fn new() -> Text<N> {
+        Text { bytes: [0; N], length: 0 }
+    }
+
+    pub(crate) fn push(&mut self, more: &[u8]) {
+        let end = self.length.saturating_add(more.len());
+        match self.bytes.get_mut(self.length..end) {
+            Some(room) => {
+                room.iter_mut().zip(more).for_each(|(to, from)| *to = *from);
+                self.length = end;
+            }
+            None => self.length = usize::MAX,
+        }
+    }
+
+    pub(crate) fn push_number(&mut self, mut value: u64, base: Base) {
+        // The longest has 20 digits.
+        let mut digits = [0u8; 20];
+        let mut count = 0;
+        for slot in digits.iter_mut().rev() {
+            let (digit, rest) = match base {
+                Base::Decimal => ((value % 10) as u8, value / 10),
+                Base::Hexadecimal => ((value & 15) as u8, value >> 4),
+            };
+            *slot = if digit < 10 { b'0' + digit } else { b'a' + digit - 10 };
+            count += 1;
+            value = rest;
+            if value == 0 {
+                break;
+            }
+        }
+        self.push(digits.get(digits.len() - count..).unwrap_or_default());
+    }
+
+    pub(crate) fn bytes(mut self, more: &[u8]) -> Text<N> {
+        self.push(more);
+        self
+    }
+
+    pub(crate) fn decimal(mut self, value: u64) -> Text<N> {
+        self.push_number(value, Base::Decimal);
+        self
+    }
+
+    /// `None` if something did not fit.
+    pub(crate) fn get(&self) -> Option<&[u8]> {
+        self.bytes.get(..self.length)
+    }
+}
+
+fn open<const N: usize>(path: Text<N>, flags: usize) -> Option<i32> {
+    const O_CLOEXEC: usize = 0o2_000_000;
+    let path = path.bytes(b"\0");
+    let path = path.get()?;
+    let arguments = [argument(AT_FDCWD), path.as_ptr().addr(), flags | O_CLOEXEC, 0, 0, 0];
+    // SAFETY: the path ends with NUL.
+    i32::try_from(unsafe { call(number::OPENAT, arguments) }).ok().filter(|fd| *fd >= 0)
+}
+
+/// The content of a file, as much of it as the buffer can take.
+pub(crate) fn read_file<const N: usize>(path: Text<N>, buffer: &mut [u8]) -> Option<&[u8]> {
+    let fd = open(path, 0)?;
+    let mut length = 0;
+    while let Some(room) = buffer.get_mut(length..).filter(|room| !room.is_empty()) {
+        // SAFETY: the kernel writes so many bytes at most, to memory that is borrowed here.
+        let result = unsafe { call(number::READ, [argument(fd), room.as_mut_ptr().addr(), room.len(), 0, 0, 0]) };
+        match usize::try_from(result) {
+            Ok(read) if read > 0 => length += read,
+            _ => break,
+        }
+    }
+    close(fd);
+    buffer.get(..length)
+}
+
+/// Calls `each` with the name of each entry of a folder.
+pub(crate) fn each_entry<const N: usize>(path: Text<N>, mut each: impl FnMut(&[u8])) {
+    const O_DIRECTORY: usize = 0o200_000;
+    /// Of `struct linux_dirent64`: its length, and its name.
+    const LENGTH: usize = 16;
+    const NAME: usize = 19;
+    let Some(fd) = open(path, O_DIRECTORY) else { return };
+    let mut buffer = [0u64; 512];
+    loop {
+        let size = size_of_val(&buffer);
+        // SAFETY: the kernel writes so many bytes at most.
+        let result = unsafe { call(number::GETDENTS64, [argument(fd), buffer.as_mut_ptr().addr(), size, 0, 0, 0]) };
+        let Ok(filled) = usize::try_from(result) else { break };
+        if filled == 0 {
+            break;
+        }
+        // SAFETY: bytes of the buffer, all of which have a value.
+        let bytes = unsafe { from_raw_parts(buffer.as_ptr().cast::<u8>(), filled.min(size)) };
+        let mut rest = bytes;
+        while let Some(&[low, high]) = rest.get(LENGTH..LENGTH + 2) {
+            let length = usize::from(u16::from_ne_bytes([low, high]));
+            let Some(name) = rest.get(NAME..length) else { break };
+            each(name.split(|byte| *byte == 0).next().unwrap_or_default());
+            rest = rest.get(length..).unwrap_or_default();
+        }
+    }
+    close(fd);
 }
 
 global_asm!(
@@ -200,6 +332,25 @@ mod tests {
         let other = std::fs::File::open("/proc/self/exe").unwrap();
         assert_eq!(device(other.as_raw_fd()), None);
         assert_eq!(device(-1), None);
+    }
+
+    #[test]
+    fn text_is_made_and_read_without_an_allocator() {
+        let text = Text::<32>::new().bytes(b"/proc/").decimal(0).bytes(b" ").decimal(u64::MAX);
+        assert_eq!(text.get().unwrap(), b"/proc/0 18446744073709551615");
+        assert!(text.bytes(b"12345").get().is_none());
+        let mut hexadecimal = Text::<32>::new();
+        hexadecimal.push_number(0xdead_beef, Base::Hexadecimal);
+        assert_eq!(hexadecimal.get().unwrap(), b"deadbeef");
+        let open: Vec<_> = (0..500).map(|_| std::fs::File::open("/dev/null").unwrap()).collect();
+        let mut names = Vec::new();
+        each_entry(Text::<64>::new().bytes(b"/proc/self/fd"), |name| names.push(name.to_owned()));
+        names.sort();
+        names.dedup();
+        assert!(open.iter().all(|file| names.contains(&file.as_raw_fd().to_string().into_bytes())));
+        let mut buffer = [0; 4];
+        assert_eq!(read_file(Text::<64>::new().bytes(b"/proc/version"), &mut buffer).unwrap(), b"Linu");
+        assert!(read_file(Text::<64>::new().bytes(b"/proc/none"), &mut buffer).is_none());
     }
 
     #[test]

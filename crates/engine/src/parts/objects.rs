@@ -2,14 +2,21 @@
 //! task runs.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
 use std::io::{self, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
+
+use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use serde::{Deserialize, Serialize};
 
 use super::devices::LeftOut;
 use rekindle_objects::table::{How, Means};
-use rekindle_objects::{Damaged, Difference, FILE_NAME, MAX_BYTES, Mapping, Raw, Record, Rights, compare, put_back};
+use rekindle_objects::{
+    Answers, Damaged, Difference, FILE_NAME, MAX_BYTES, Mapping, Raw, Record, Rights, compare, put_back,
+};
 use rekindle_os::beneath::Beneath;
 use rekindle_os::process;
 use rekindle_store::Manifest;
@@ -27,9 +34,33 @@ pub enum Compare {
     Tell,
 }
 
+/// What the stopped threads answer to our plugin in CRIU.
+pub(crate) struct Asked(File);
+
+impl Asked {
+    pub(crate) fn new() -> io::Result<Asked> {
+        Ok(Asked(memfd_create(c"rekindle-answers", MFdFlags::MFD_CLOEXEC)?.into()))
+    }
+
+    /// Where the plugin writes.
+    pub(crate) fn to(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+
+    /// None if this CRIU loads no plugins.
+    fn answers(&self) -> io::Result<Answers> {
+        let length = self.0.metadata()?.len().min(MAX_BYTES);
+        let mut bytes = vec![0; usize::try_from(length).unwrap_or(0)];
+        self.0.read_exact_at(&mut bytes, 0)?;
+        Ok(Answers::parse(&String::from_utf8_lossy(&bytes)))
+    }
+}
+
 /// What the kernel had of the tasks while they stood still for a dump.
 pub(crate) struct Photographed {
     before: Raw,
+    /// What only the threads could tell.
+    asked: Option<Asked>,
     /// What they have when CRIU is done with them, and none has run.
     after: Option<Raw>,
 }
@@ -37,7 +68,12 @@ pub(crate) struct Photographed {
 impl Photographed {
     /// Reads it, before CRIU changes or reads anything.
     pub(crate) fn read(root: i32) -> Photographed {
-        Photographed { before: Raw::read(&process::tree(root)), after: None }
+        Photographed { before: Raw::read(&process::tree(root)), asked: None, after: None }
+    }
+
+    /// Adds what the threads have answered.
+    pub(crate) fn add(&mut self, asked: Asked) {
+        self.asked = Some(asked);
     }
 
     /// Reads it again, before the tasks run on.
@@ -52,6 +88,9 @@ impl Photographed {
             for line in lines("the snapshot has changed the running job", &changed(&record, &after.record(criu))) {
                 tracing::warn!("{line}. The image has what was before");
             }
+        }
+        if let Some(asked) = self.asked {
+            record.add(asked.answers()?);
         }
         for process in &mut record.processes {
             for descriptor in &mut process.descriptors {
@@ -127,6 +166,16 @@ pub(crate) struct Checked {
     pub(crate) later: Vec<Difference>,
 }
 
+/// What a restore has, beside the tasks.
+pub(crate) struct Now<'a> {
+    /// The version of CRIU.
+    pub(crate) criu: &'a str,
+    /// What the threads have answered.
+    pub(crate) asked: &'a Asked,
+    /// Whose rights what is put back must keep to.
+    pub(crate) rights: Rights,
+}
+
 /// The record of an image, and what a difference from it means.
 pub(crate) struct Recorded {
     record: Option<Record>,
@@ -163,14 +212,23 @@ impl Recorded {
     ///
     /// # Errors
     /// When the job would notice a difference.
-    pub(crate) fn check(&self, root: i32, manifest: &Manifest, criu: &str, rights: Rights) -> Result<Checked, Error> {
+    pub(crate) fn check(&self, root: i32, manifest: &Manifest, now: &Now<'_>) -> Result<Checked, Error> {
         let Some(record) = &self.record else { return Ok(Checked::default()) };
         let tree = process::tree(root);
-        let mut now = Raw::read(&tree).record(criu);
+        let read = || {
+            let mut now_has = Raw::read(&tree).record(now.criu);
+            match now.asked.answers() {
+                Ok(answers) => now_has.add(answers),
+                Err(error) => tracing::warn!("cannot read what the threads of the restored job have answered: {error}"),
+            }
+            now_has
+        };
+        let rights = now.rights;
+        let mut now = read();
         let mut found = differences(record, &now, manifest);
         if found.iter().any(|difference| difference.row.means == Means::PutBack) {
             put_back(&found, &tree, rights);
-            now = Raw::read(&tree).record(criu);
+            now = read();
             found = differences(record, &now, manifest);
         }
         found.retain(|difference| !(self.is_rehearsed && difference.row.item == "control-groups"));
@@ -180,7 +238,15 @@ impl Recorded {
             .into_iter()
             .partition(|difference| difference.row.means == Means::Refused && self.compare != Compare::Tell);
         if refused.is_empty() {
-            return Ok(Checked { told: lines(OTHERWISE, &told), later });
+            let mut told = lines(OTHERWISE, &told);
+            let (then, now) = (record.answered(), now.answered());
+            if now < then {
+                told.push(format!(
+                    "not compared: what only a thread itself can tell (signal actions and others), of {} of {then} threads",
+                    then - now
+                ));
+            }
+            return Ok(Checked { told, later });
         }
         for line in [&refused, &told].into_iter().flat_map(|differences| lines(OTHERWISE, differences)) {
             tracing::debug!("{line}");

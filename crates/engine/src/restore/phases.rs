@@ -17,7 +17,7 @@ use crate::parts::files::put_back as files;
 use crate::parts::gpu::placement::Relocation;
 use crate::parts::gpu::put_back as gpu;
 use crate::parts::kept::put_back::Ahead;
-use crate::parts::objects::Recorded;
+use crate::parts::objects::{Asked, Now, Recorded};
 use crate::parts::settings::Later;
 use crate::parts::{
     access, affinity, cpu_time, datagrams, groups, listeners, locks, scheduling, tcp, terminals, timers,
@@ -395,6 +395,8 @@ pub(super) fn run_criu(
     access::check_securebits(&securebits, request.identity)
         .map_err(|why| Error::Refused { id: request.image.id, why })?;
     let recorded = Recorded::of(&request.image.dir, request.checks.compare, until == Until::ItWouldRun)?;
+    let asked =
+        Asked::new().map_err(|source| criu::RunError::Talk { what: "file for the answers of the threads", source })?;
     let (mut refused, mut differs, mut rehearsed) = (None, None, false);
     let (mut open, mut differences, mut later) = (Vec::new(), Vec::new(), Later::default());
     let mut before_it_runs = |moment| {
@@ -437,7 +439,8 @@ pub(super) fn run_criu(
         terminals::put_back(root, &request.image.dir);
         // Last: what is put back above is compared, too.
         let rights = if request.identity.is_some() { Rights::Users } else { Rights::Ours };
-        let checked = recorded.check(root, manifest, &request.criu.version.to_string(), rights);
+        let (criu, asked) = (&request.criu.version.to_string(), &asked);
+        let checked = recorded.check(root, manifest, &Now { criu, asked, rights });
         let checked = checked.map_err(|error| {
             let why = error.to_string();
             differs = Some(error);
@@ -468,11 +471,12 @@ pub(super) fn run_criu(
     if let (Some(files), true) = (&mut files, manifest.rights.as_ref().is_some_and(|rights| rights.groups.is_empty())) {
         files.groups = &[];
     }
-    let folder = files.map(|_| request.own.work.plugins());
+    let folder = (files.is_some() || request.criu.loads_plugins()).then(|| request.own.work.plugins());
     folder.as_deref().map(plugin::unpack).transpose()?;
-    let plugin = folder.as_deref().map(|folder| Plugin { folder, devices: None, files });
+    let answers = Some(asked.to());
+    let plugin = folder.as_deref().map(|folder| Plugin { folder, devices: None, answers, files });
     files::put_links_back(manifest, request.identity)?;
-    let which = if plugin.is_some() { Logs::All } else { Logs::Needed };
+    let which = if files.is_some() { Logs::All } else { Logs::Needed };
     let had = criu::image::open_files(&images).map_err(criu::RunError::Image)?;
     let read = |path: &Path| had.iter().any(|file| file.path == path && file.flags & libc::O_ACCMODE != libc::O_WRONLY);
     let instead = moved::instead(manifest, request.folder, (request.output, output), read, which)

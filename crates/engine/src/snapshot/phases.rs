@@ -23,6 +23,7 @@ use crate::parts::devices::Devices;
 use crate::parts::files::{nameless, record};
 use crate::parts::kept::capture::{self as kept, Copy};
 use crate::parts::landing;
+use crate::parts::objects::Asked;
 use crate::steps::{self, Failed, Step, Timer};
 use rekindle_criu::{self as criu, DumpOptions, Hooks, Notify, Place, Plugin};
 use rekindle_cuda::copier;
@@ -267,15 +268,18 @@ impl Freeze<'_> {
             timeout: options.dump_timeout,
         };
         let files = env.user().and_then(Identity::file_rights);
-        let folder = (self.ready.devices.is_some() || files.is_some()).then(|| subject.ours.work.plugins());
-        folder.as_deref().map(plugin::unpack).transpose()?;
         let devices = self.ready.devices.as_ref().map(Devices::list);
+        let is_needed = devices.is_some() || files.is_some();
+        let folder = (is_needed || subject.criu.loads_plugins()).then(|| subject.ours.work.plugins());
+        folder.as_deref().map(plugin::unpack).transpose()?;
+        let asked = Asked::new().map_err(io("keep what the threads answer"))?;
+        let answers = Some(asked.to());
         let dump = DumpOptions {
             root: process::inner_pid(env.root()).ok_or(Error::JobEnded)?,
             tcp: self.seen.tcp,
             ghost_limit: options.ghost_limit,
             freeze_timeout: options.freeze_timeout,
-            plugin: folder.as_deref().map(|folder| Plugin { folder, devices, files }),
+            plugin: folder.as_deref().map(|folder| Plugin { folder, devices, answers, files }),
         };
         let mut still = Still {
             env,
@@ -324,7 +328,10 @@ impl Freeze<'_> {
             (Err(criu::RunError::Hook { .. }), None) if (env.cancelled)() => return Err(Error::Cancelled),
             (Err(error), None) => return Err(error.into()),
         };
-        let moment = moment.ok_or_else(silent)?;
+        let mut moment = moment.ok_or_else(silent)?;
+        if let Some((had, _)) = &mut moment.objects {
+            had.add(asked);
+        }
         let frozen = Beneath::root(&work, Owners::Any).map(|dir| criu::image::frozen_time(&dir).unwrap_or_default());
         let frozen = frozen.unwrap_or_default();
         let saved = image.join("dump.log").create_new(0o600);

@@ -133,6 +133,10 @@ impl Guest<'_> {
             rdi: first,
             rsi: second,
             rdx: third,
+            // Some calls take no other arguments than zero.
+            r10: 0,
+            r8: 0,
+            r9: 0,
             ..self.registers
         };
         ptrace(libc::PTRACE_SETREGS, self.tid, 0, (&raw const wanted).addr())?;
