@@ -173,6 +173,11 @@ def read_only(mapping):
     return change(mapping, [5], lambda _: READ)[0] if is_shared else mapping
 
 
+def without_advice(mapping):
+    """Of memory that is in no dump: madvise(2) numbers are bits."""
+    return change(mapping, [9], lambda advice: advice & ~(1 << 16))[0]
+
+
 MAP_SHARED, READ, WRITE = 1, 1, 2
 REG, INET, EVENTFD, EPOLL, SIGNALFD, TIMERFD, INOTIFY, UNIX, PIPE, PIDFD = 3, 4, 8, 9, 10, 12, 13, 16, 18, 22
 UDP, LISTENS, WRITES, NONBLOCK = 17, 10, 1, 0o4000
@@ -205,6 +210,7 @@ lie("huge-pages", f"mm-{job}.img", [17], lambda _: 1)
 lie("limits", core, [3, 8, 1, 1], lambda value: 1234 if value == 4096 else value)
 lie("oom-score-adj", core, [3, 14], lambda _: 77)
 lie("blocked-signals", core, [3, 5], lambda value: b"\0" * 8 if isinstance(value, bytes) else 0)
+lie("memory-advice", f"mm-{job}.img", [14], without_advice)
 lie("memory-barriers", core, [3, 22], lambda _: 0)
 lie("interval-timers", core, [3, 7, 1, 3], lambda seconds: seconds // 2)
 lie("alternate-stack", core, [5, 7, 2], lambda size: size // 2)

@@ -3,9 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-use crate::answers;
 use crate::record::{Descriptor, Items, LEFT_OUT, Mapping, Process, Record};
 use crate::table::{self, How, Means, Of, Row};
+use crate::{advice, answers};
 
 /// An item that differs.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -42,6 +42,10 @@ impl fmt::Display for Difference {
             if only != (None, None) {
                 (then, now) = only;
             }
+        }
+        if let (How::Ranges, Some(all), Some(of_now)) = (self.row.how, &self.then, &self.now) {
+            let (all, of_now): (Vec<String>, Vec<String>) = advice::differing(all, of_now).into_iter().unzip();
+            (then, now) = (Some(all.join("\n")), Some(of_now.join("\n")));
         }
         write!(f, "was {}, is {}", value(then), value(now))
     }
@@ -341,6 +345,11 @@ fn differs(how: How, then: Option<&String>, now: Option<&String>) -> bool {
         // It may have fired meanwhile, in both.
         How::TimeLeft => match (number(then, 10), number(now, 10)) {
             (Some(then), Some(now)) => now > then.saturating_add(CLOCKS_DIFFER),
+            _ => false,
+        },
+        How::Ranges => match (then, now) {
+            (Some(then), Some(now)) => !advice::differing(then, now).is_empty(),
+            // One of them was too large.
             _ => false,
         },
         How::TimesLeft => have_other_times(then, now),

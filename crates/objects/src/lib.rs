@@ -11,6 +11,7 @@
 //!
 //! Nothing here runs code in a process or changes one, but for [`put_back()`].
 
+mod advice;
 mod answers;
 mod compare;
 mod format;
@@ -21,6 +22,7 @@ mod record;
 mod settings;
 pub mod table;
 
+pub use advice::Advice;
 pub use answers::Answers;
 pub use compare::{Difference, compare};
 pub use format::{Damaged, FILE_NAME, MAX_BYTES, VERSION};

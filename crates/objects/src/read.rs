@@ -20,6 +20,7 @@ use std::sync::{Mutex, PoisonError};
 use rekindle_os::parallel;
 use rekindle_os::process as os_process;
 
+use crate::advice::Advice;
 use crate::record::{self, Record};
 
 /// What was read, as the kernel gave it.
@@ -30,6 +31,7 @@ pub struct Raw {
     processes: Vec<process::Raw>,
     sockets: Sockets,
     identity: identity::Identity,
+    advice: Advice,
 }
 
 /// Sockets by their name in /proc/PID/fd. One of many descriptors is read once: it has about a hundred options.
@@ -44,7 +46,13 @@ impl Raw {
         processes.sort_unstable_by_key(|process| process.pid);
         let sockets = descriptors(&mut processes);
         let identity = identity::Identity::find(&open(&processes));
-        Raw { root: tree.first().copied().unwrap_or_default(), processes, sockets, identity }
+        let advice = Advice::default();
+        Raw { root: tree.first().copied().unwrap_or_default(), processes, sockets, identity, advice }
+    }
+
+    /// Adds what was read while the job ran.
+    pub fn add(&mut self, advice: Advice) {
+        self.advice = advice;
     }
 
     /// Makes the record of it.
@@ -54,7 +62,12 @@ impl Raw {
         let identity = self.identity.named(&open(&self.processes), &pids);
         let of_root = self.processes.iter().find(|process| process.pid == self.root).and_then(process::Raw::groups);
         let of_root = of_root.unwrap_or_default().to_owned();
-        let of_each = |process: process::Raw| process.record(&of_root, &pids, &identity, &self.sockets);
+        let of_each = |process: process::Raw| {
+            let advice = self.advice.of(process.pid, process.maps());
+            let mut record = process.record(&of_root, &pids, &identity, &self.sockets)?;
+            record.items.extend(advice.map(|advice| ("memory-advice".to_owned(), advice)));
+            Some(record)
+        };
         let mut processes: Vec<record::Process> = self.processes.into_iter().filter_map(of_each).collect();
         processes.sort_unstable_by_key(|process| process.pid);
         let kernel = nix::sys::utsname::uname();

@@ -38,6 +38,8 @@ pub enum How {
     TimeLeft,
     /// A line for each timer, at the end of which is the time until it fires, in nanoseconds.
     TimesLeft,
+    /// Ranges of memory with what was said of each ([`crate::Advice`]).
+    Ranges,
     /// Directions of a connection that are over ([`OVER`]): the end of one can come while CRIU reads, behind data.
     Over,
     /// They differ in every restore.
@@ -79,7 +81,7 @@ const fn row(of: Of, item: &'static str, what: &'static str, how: How, means: Me
     Row { item, of, what, how, means }
 }
 
-use How::{AtLeast, AtLeastThese, Equal, Flags, Lines, Never, Over, TimeLeft, TimesLeft, Watched};
+use How::{AtLeast, AtLeastThese, Equal, Flags, Lines, Never, Over, Ranges, TimeLeft, TimesLeft, Watched};
 use Means::{PutBack, Refused, SetLater, Told};
 use Of::{Descriptor, Mapping, Process, Thread};
 
@@ -102,6 +104,13 @@ pub const ROWS: &[Row] = &[
     row(Process, "timers", "POSIX timers (timer_create(2)): clock, signal, and whom it is for", Equal, Refused),
     row(Process, "timer-times", "POSIX timers: interval, and time until they fire", TimesLeft, Refused),
     row(Process, "interval-timers", "interval timers (setitimer(2))", TimesLeft, Refused),
+    row(
+        Process,
+        "memory-advice",
+        "what it has said of its memory (madvise(2), mlock(2), mbind(2), mseal(2)), if that is not more than 1 GiB",
+        Ranges,
+        Told,
+    ),
     row(
         Process,
         "signal-actions",

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::devices::LeftOut;
 use rekindle_objects::table::{How, Means};
 use rekindle_objects::{
-    Answers, Damaged, Difference, FILE_NAME, MAX_BYTES, Mapping, Raw, Record, Rights, compare, put_back,
+    Advice, Answers, Damaged, Difference, FILE_NAME, MAX_BYTES, Mapping, Raw, Record, Rights, compare, put_back,
 };
 use rekindle_os::beneath::Beneath;
 use rekindle_os::process;
@@ -66,9 +66,11 @@ pub(crate) struct Photographed {
 }
 
 impl Photographed {
-    /// Reads it, before CRIU changes or reads anything.
-    pub(crate) fn read(root: i32) -> Photographed {
-        Photographed { before: Raw::read(&process::tree(root)), asked: None, after: None }
+    /// Reads it, before CRIU changes or reads anything. `advice` was read while the job ran.
+    pub(crate) fn read(root: i32, advice: Advice) -> Photographed {
+        let mut before = Raw::read(&process::tree(root));
+        before.add(advice);
+        Photographed { before, asked: None, after: None }
     }
 
     /// Adds what the threads have answered.
@@ -216,7 +218,9 @@ impl Recorded {
         let Some(record) = &self.record else { return Ok(Checked::default()) };
         let tree = process::tree(root);
         let read = || {
-            let mut now_has = Raw::read(&tree).record(now.criu);
+            let mut raw = Raw::read(&tree);
+            raw.add(Advice::read(&tree));
+            let mut now_has = raw.record(now.criu);
             match now.asked.answers() {
                 Ok(answers) => now_has.add(answers),
                 Err(error) => tracing::warn!("cannot read what the threads of the restored job have answered: {error}"),

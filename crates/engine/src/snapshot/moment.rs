@@ -130,7 +130,7 @@ impl Still<'_, '_> {
 
     /// Before CRIU changes or reads anything: what is in the image is what the tasks have now, or came since.
     pub(super) fn read_objects(&mut self) {
-        self.before.objects = Some(Photographed::read(self.env.root()));
+        self.before.objects = Some(Photographed::read(self.env.root(), std::mem::take(&mut self.seen.advice)));
     }
 
     /// CRIU would put what is in them through the line discipline.
@@ -202,7 +202,7 @@ impl Still<'_, '_> {
         match &mut self.before.objects {
             Some(had) => had.read_again(self.env.root()),
             // A CRIU that does not say when all tasks stand still.
-            none => *none = Some(Photographed::read(self.env.root())),
+            none => *none = Some(Photographed::read(self.env.root(), std::mem::take(&mut self.seen.advice))),
         }
         self.moment = Some(Moment {
             taken,

@@ -19,6 +19,7 @@ use rekindle_criu::Tcp;
 use rekindle_cuda::GpuUuid;
 use rekindle_cuda::nvml::GpuInventory;
 use rekindle_cuda::sharing::Own;
+use rekindle_objects::Advice;
 use rekindle_os::process;
 
 /// Facts about the processes of the tree.
@@ -38,6 +39,8 @@ pub(super) struct Seen {
     /// Descriptors with events for files that nobody reads.
     pub(super) unread: Unread,
     pub(super) terminals: Before,
+    /// What the processes have said of their memory.
+    pub(super) advice: Advice,
 }
 
 impl Seen {
@@ -69,7 +72,8 @@ impl Seen {
         let rewritten = contents.foresee(&tree, env.view()).map_err(copied)?;
         let terminals = Before::look(&tree);
         let tcp = tcp::capture::choose(options.tcp, &tree, subject.job.world.subnet());
-        Ok(Seen { job_pid, names, expected, nameless, contents, rewritten, tcp, unread, terminals })
+        let advice = Advice::read(&tree);
+        Ok(Seen { job_pid, names, expected, nameless, contents, rewritten, tcp, unread, terminals, advice })
     }
 
     /// Leaves out files on disk: memory has no room for them beside the job's memory.

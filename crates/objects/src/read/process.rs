@@ -74,6 +74,11 @@ impl Raw {
         self.groups.as_deref()
     }
 
+    /// Its memory, as /proc shows it.
+    pub(super) fn maps(&self) -> &str {
+        &self.maps
+    }
+
     /// `of_root` are the control groups of the tree's root.
     pub(super) fn record(
         self,
