@@ -47,6 +47,8 @@ served = listener.accept()[0]
 datagrams = socket.socket(type=socket.SOCK_DGRAM)
 datagrams.bind(("127.0.0.1", 0))
 datagrams.sendto(b"waits", datagrams.getsockname())
+connected = socket.socket(type=socket.SOCK_DGRAM)
+connected.connect(datagrams.getsockname())
 left, right = socket.socketpair()
 left.send(b"waits")
 client.send(b"waits")

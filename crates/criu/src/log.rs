@@ -284,7 +284,7 @@ const HINTS: &[(&str, &str)] = &[
     ),
     (
         "Unable to load",
-        "CRIU cannot load the plugin for NVIDIA's devices: is the store's file system mounted noexec, or is this CRIU a static program?",
+        "CRIU cannot load rekindle's plugin: this CRIU is a static program that a script starts; name one in criu.path that is linked dynamically, such as your distribution's",
     ),
     ("handle_device_vma", "a device is mapped that CRIU cannot dump"),
     ("chr 10:", "the job has a device open that CRIU cannot dump"),

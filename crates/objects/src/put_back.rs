@@ -48,6 +48,12 @@ fn set(difference: &Difference, pid: i32, pids: &BTreeMap<i32, i32>, rights: Rig
     match difference.row.of {
         Of::Process => match difference.row.item {
             "core-filter" => write(pid, "coredump_filter", &format!("0x{value}")),
+            "oom-score-adj" => {
+                let now: i32 = difference.now.as_deref()?.parse().ok()?;
+                let score = value.parse().ok().filter(|score: &i32| rights == Rights::Ours || *score >= now)?;
+                write(pid, "oom_score_adj", &score.to_string())
+            }
+            "limits" => limits(pid, value, difference.now.as_deref()?, rights),
             _ => None,
         },
         Of::Thread => {
@@ -69,6 +75,50 @@ fn set(difference: &Difference, pid: i32, pids: &BTreeMap<i32, i32>, rights: Rig
         }
         Of::Mapping => None,
     }
+}
+
+/// Those that differ. A user cannot raise a hard limit.
+fn limits(pid: i32, then: &str, now: &str, rights: Rights) -> Option<()> {
+    let now: BTreeMap<u32, (u64, u64)> = now.lines().filter_map(limit).collect();
+    for (resource, (soft, hard)) in then.lines().filter_map(limit) {
+        let (is_same, most) = now.get(&resource).map(|now| (*now == (soft, hard), now.1))?;
+        if !is_same {
+            (rights == Rights::Ours || hard <= most).then_some(())?;
+            attributes::set_limit(pid, resource, soft, hard).ok()?;
+        }
+    }
+    Some(())
+}
+
+/// A line of /proc/PID/limits: which resource (setrlimit(2)), the soft limit, and the hard one.
+fn limit(line: &str) -> Option<(u32, (u64, u64))> {
+    /// In the order of their numbers.
+    const NAMES: [&str; 16] = [
+        "cpu time",
+        "file size",
+        "data size",
+        "stack size",
+        "core file size",
+        "resident set",
+        "processes",
+        "open files",
+        "locked memory",
+        "address space",
+        "file locks",
+        "pending signals",
+        "msgqueue size",
+        "nice priority",
+        "realtime priority",
+        "realtime timeout",
+    ];
+    let line = line.strip_prefix("Max ")?;
+    let (resource, values) =
+        (0..).zip(NAMES).find_map(|(number, name)| Some((number, line.strip_prefix(name)?.strip_prefix(' ')?)))?;
+    let mut values = values.split(' ').map(|value| match value {
+        "unlimited" => Some(libc::RLIM64_INFINITY),
+        number => number.parse().ok(),
+    });
+    Some((resource, (values.next()??, values.next()??)))
 }
 
 fn write(pid: i32, file: &str, value: &str) -> Option<()> {
@@ -185,6 +235,39 @@ mod tests {
         let option = |name: &str| OPTIONS.iter().find(|option| option.name == name).unwrap();
         assert!(needs_a_right(option("SO_MARK"), "5") && needs_a_right(option("SO_PRIORITY"), "7"));
         assert!(needs_a_right(option("SO_PRIORITY"), "-1") && !needs_a_right(option("SO_PRIORITY"), "6"));
+    }
+
+    #[test]
+    fn limits_are_those_of_the_kernel() {
+        let text = std::fs::read_to_string("/proc/self/limits").unwrap();
+        let lines: Vec<String> =
+            text.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
+        let numbers: Vec<u32> = lines.iter().filter_map(|line| limit(line)).map(|(number, _)| number).collect();
+        assert_eq!(numbers, (0..16).collect::<Vec<_>>());
+        assert_eq!(limit("Max open files 64 unlimited files"), Some((7, (64, u64::MAX))));
+        for odd in ["", "Max", "Max luck 1 2", "Max open files", "Max open files 64", "Max open files -1 5 files"] {
+            assert_eq!(limit(odd), None, "{odd}");
+        }
+    }
+
+    #[test]
+    fn limits_and_the_score_are_put_back_and_a_user_raises_nothing() {
+        let mut child = std::process::Command::new("sleep").arg("600").spawn().unwrap();
+        let pid = child.id().cast_signed();
+        let set = |then: &str, now: &str, rights| limits(pid, then, now, rights);
+        let of = |name: &str| {
+            let text = std::fs::read_to_string(format!("/proc/{pid}/limits")).unwrap();
+            let line =
+                text.lines().find(|line| line.contains(name)).unwrap().split_whitespace().collect::<Vec<_>>().join(" ");
+            limit(&line).unwrap().1
+        };
+        let then = "Max core file size 5 7 bytes\nMax open files 64 64 files";
+        set(then, "Max core file size 0 9 bytes\nMax open files 64 64 files", Rights::Users).unwrap();
+        assert_eq!(of("core file size"), (5, 7));
+        assert_eq!(set("Max core file size 5 9 bytes", "Max core file size 5 7 bytes", Rights::Users), None);
+        assert_eq!(of("core file size"), (5, 7));
+        child.kill().unwrap();
+        child.wait().unwrap();
     }
 
     #[test]

@@ -34,6 +34,23 @@ pub fn set_io_priority(thread: i32, priority: u16) -> io::Result<()> {
     }
 }
 
+/// Sets a resource limit of a process (setrlimit(2)): the soft one and the hard one.
+///
+/// # Errors
+/// When the process is gone (ESRCH), the soft limit is above the hard one (EINVAL), or a right is missing (EPERM): to raise a
+/// hard limit takes CAP_SYS_RESOURCE.
+pub fn set_limit(pid: i32, resource: u32, soft: u64, hard: u64) -> io::Result<()> {
+    let limit = libc::rlimit64 { rlim_cur: soft, rlim_max: hard };
+    let (pid, resource) = (libc::c_long::from(pid), libc::c_long::from(resource));
+    // SAFETY: the kernel reads the struct while the call lasts, and writes nothing.
+    match unsafe {
+        libc::syscall(libc::SYS_prlimit64, pid, resource, &raw const limit, std::ptr::null_mut::<libc::rlimit64>())
+    } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// The address of the robust list of a thread (get_robust_list(2)): the locks that the kernel releases when it dies.
 ///
 /// # Errors

@@ -5,7 +5,7 @@ use std::net::UdpSocket;
 
 use nix::sys::signal::Signal;
 
-use crate::supervisor::{LIMIT, Lab, Running, assert_counts_up, numbers, tail};
+use crate::supervisor::{LIMIT, Lab, Running, assert_counts_up, job_file, numbers, tail};
 
 /// Starts the job, lets it work, takes a snapshot, lets it work on.
 pub(crate) fn until_after_snapshot(lab: &Lab, kind: &str) -> Running {
@@ -81,6 +81,25 @@ kinds! {
     memory_that_is_rewritten_all_the_time: "memory",
     locks_fifos_and_events: "mixed",
     shared_memory: "shared",
+}
+
+/// While a thread stands still, other system calls are made in it: the kernel must not forget that it was in a sequence.
+#[test]
+fn a_restartable_sequence_is_begun_again() {
+    let Some(lab) = Lab::new() else { return };
+    let program = lab.file("rseq");
+    let mut cc = std::process::Command::new("cc");
+    cc.args(["-O1", "-pthread", "-o"]).args([&program, &job_file("rseq.c")]);
+    assert!(cc.status().unwrap().success());
+    let mut run = lab.run([program.to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    for _ in 0..2 {
+        run.snapshot(&lab);
+        count_on(&lab, &mut run, 5);
+    }
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    lab.kill_9(run);
 }
 
 /// The port that the job printed.

@@ -50,12 +50,29 @@ impl Host {
             Ok((mask, registers))
         });
         match prepared {
-            Ok((mask, registers)) => Ok(Guest { host: self, tid, mask, registers }),
+            Ok((mask, registers)) => Ok(Guest { host: self, tid, mask, registers, critical: self.critical(tid) }),
             Err(error) => {
                 let _ = ptrace(libc::PTRACE_DETACH, tid, 0, 0);
                 Err(error)
             }
         }
+    }
+}
+
+impl Host {
+    /// The restartable sequence that a thread is in (rseq(2)), with the place where the thread has noted it. The kernel clears
+    /// that note when it sees the thread elsewhere, and would not restart the sequence.
+    fn critical(&self, tid: i32) -> Option<(u64, [u8; 8])> {
+        /// `PTRACE_GET_RSEQ_CONFIGURATION`, since Linux 5.13.
+        const CONFIGURATION: u32 = 0x420f;
+        /// Where `struct rseq` has it.
+        const NOTE: u64 = 8;
+        let mut configuration = [0_u64; 3];
+        ptrace(CONFIGURATION, tid, size_of_val(&configuration), (&raw mut configuration).addr()).ok()?;
+        let place = configuration.first().copied().filter(|address| *address != 0)?.checked_add(NOTE)?;
+        let mut note = [0; 8];
+        self.memory.read_exact_at(&mut note, place).ok()?;
+        (note != [0; 8]).then_some((place, note))
     }
 }
 
@@ -101,6 +118,8 @@ pub(super) struct Guest<'a> {
     tid: i32,
     mask: u64,
     registers: libc::user_regs_struct,
+    /// Bytes that it gets again, and their address.
+    critical: Option<(u64, [u8; 8])>,
 }
 
 impl Guest<'_> {
@@ -161,6 +180,9 @@ impl Drop for Guest<'_> {
     fn drop(&mut self) {
         let _ = ptrace(libc::PTRACE_SETREGS, self.tid, 0, (&raw const self.registers).addr());
         let _ = ptrace(libc::PTRACE_SETSIGMASK, self.tid, size_of::<u64>(), (&raw const self.mask).addr());
+        if let Some((place, note)) = self.critical {
+            let _ = self.host.memory.write_all_at(&note, place);
+        }
         let _ = ptrace(libc::PTRACE_DETACH, self.tid, 0, 0);
         // It stops again with the others before it executes an instruction, but perhaps after this call returns.
         let deadline = Instant::now() + STOPS_AGAIN;
