@@ -9,6 +9,10 @@
 //! So while the supervisor says that CUDA is locked, threads that find the lock taken do not wait for it but try again
 //! at intervals. At any other time they wait normally, including those that began to poll, because a thread that only
 //! polls may never find a lock free that others take all the time.
+//!
+//! A process that initialised NVML before CUDA has one more such lock: calls of NVML take it for reading, and
+//! cuCheckpointProcessLock for writing (580, observed: a thread in nvmlDeviceGetTemperature was stopped with it, and the
+//! second lock ended with NOT_READY each time). So NVML's library calls us, too. NVML that comes after CUDA has none.
 
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicI32, Ordering};
@@ -20,7 +24,7 @@ const EBUSY: i32 = 16;
 /// Time between two tries while a snapshot has the lock.
 const PAUSE_NS: u64 = 100_000;
 
-/// Redirects libcuda's calls of pthread_rwlock_rdlock to us, in a process that shares memory.
+/// Redirects libcuda's and NVML's calls of pthread_rwlock_rdlock to us, in a process that shares memory.
 pub(crate) fn watch() {
     if libc::find_read_locks() {
         got::redirect_for_good(b"pthread_rwlock_rdlock\0", (read_lock as *const ()).addr());

@@ -408,6 +408,7 @@ mod tests {
             is_private: true,
             is_libcuda: true,
             is_libnccl: false,
+            is_libnvml: false,
         };
         let mut object = Object::new();
         object.parts[0].write(part);

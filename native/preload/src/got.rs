@@ -54,11 +54,11 @@ pub(crate) fn redirect(code: &Mapping, caller: usize) {
     });
 }
 
-/// Redirects libcuda's own calls of `name`, which ends with NUL, to `ours` permanently.
+/// Redirects libcuda's and NVML's own calls of `name`, which ends with NUL, to `ours` permanently.
 pub(crate) fn redirect_for_good(name: &[u8], ours: usize) {
     let Some(_changing) = CHANGING.take(sys::pid()) else { return };
     elf::objects(
-        |mapping| mapping.is_libcuda,
+        |mapping| mapping.is_libcuda || mapping.is_libnvml,
         |object| {
             slots(object, name, ours, |part, address, _| {
                 store(part, address, ours);

@@ -24,12 +24,14 @@ pub(crate) struct Mapping {
     pub(crate) is_libcuda: bool,
     /// The same for `libnccl.so`.
     pub(crate) is_libnccl: bool,
+    /// The same for `libnvidia-ml.so`.
+    pub(crate) is_libnvml: bool,
 }
 
 impl Mapping {
-    /// Whether both are of the same file, by the same name where that is libcuda's. Not if they are of none.
+    /// Whether both are of the same file, by the same name where that is libcuda's or NVML's. Not if they are of none.
     pub(crate) fn is_of_file(&self, other: &Mapping) -> bool {
-        let file = |mapping: &Mapping| (mapping.device, mapping.inode, mapping.is_libcuda);
+        let file = |mapping: &Mapping| (mapping.device, mapping.inode, mapping.is_libcuda, mapping.is_libnvml);
         self.inode != 0 && file(self) == file(other)
     }
 }
@@ -66,7 +68,7 @@ pub(crate) fn scan(mut visit: impl FnMut(&Mapping) -> bool) {
     }
 }
 
-const LIBRARIES: [&[u8]; 2] = [b"libcuda.so", b"libnccl.so"];
+const LIBRARIES: [&[u8]; 3] = [b"libcuda.so", b"libnccl.so", b"libnvidia-ml.so"];
 
 /// Parses one line: `start-end perms offset device inode path`.
 struct Line {
@@ -89,8 +91,9 @@ impl Line {
             is_private: false,
             is_libcuda: false,
             is_libnccl: false,
+            is_libnvml: false,
         };
-        Line { field: 0, mapping, names: [Some(0); 2], in_blank: false }
+        Line { field: 0, mapping, names: [Some(0); LIBRARIES.len()], in_blank: false }
     }
 
     /// Returns a mapping when its line is complete.
@@ -98,7 +101,7 @@ impl Line {
         match (byte, self.field) {
             (b'\n', _) => {
                 let mut mapping = self.mapping;
-                let [is_libcuda, is_libnccl] = [0, 1].map(|at: usize| {
+                let [is_libcuda, is_libnccl, is_libnvml] = [0, 1, 2].map(|at: usize| {
                     self.names
                         .get(at)
                         .copied()
@@ -106,11 +109,12 @@ impl Line {
                         .is_some_and(|had| LIBRARIES.get(at).map(|l| l.len()) == Some(had))
                 });
                 (mapping.is_libcuda, mapping.is_libnccl) = (is_libcuda, is_libnccl);
+                mapping.is_libnvml = is_libnvml;
                 *self = Line::new();
                 return Some(mapping);
             }
             // The path, to the end of the line; its last part is the name.
-            (b'/', 5) => self.names = [Some(0); 2],
+            (b'/', 5) => self.names = [Some(0); LIBRARIES.len()],
             (_, 5) => {
                 for (had, library) in self.names.iter_mut().zip(LIBRARIES) {
                     *had = match *had {
