@@ -10,7 +10,7 @@ use core::ffi::CStr;
 use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64};
 
 /// The name of the memfd; in /proc/PID/maps behind `/memfd:`.
-pub const NAME: &CStr = c"rekindle-sharing-4";
+pub const NAME: &CStr = c"rekindle-sharing-5";
 
 /// Entries of each kind. NCCL (2.28) takes 112 imports for two ranks; pages that are not used take no memory.
 pub const MOST: usize = 16384;
@@ -37,6 +37,20 @@ pub const FOREIGN: u32 = 0;
 pub const OWN: u32 = 1;
 /// The same, imported again: the driver cannot checkpoint it, nor export it once more.
 pub const HANDED: u32 = 2;
+/// Host memory of this process that the driver's restore would lose. Its keeper copies it to memory of the process and makes
+/// it anew.
+pub const HOST: u32 = 3;
+
+/// [`Table::unrestorable`]: host memory that the process has exported.
+pub const EXPORTED_HOST: usize = 0;
+/// Pools of host memory.
+pub const HOST_POOL: usize = 1;
+/// Sparse arrays.
+pub const SPARSE: usize = 2;
+/// Arrays whose memory is mapped later.
+pub const DEFERRED: usize = 3;
+/// Number of these kinds.
+pub const UNRESTORABLE: usize = 4;
 
 /// Identifies the origin of an import. It is at the end of the metadata that the driver passes on with an exported
 /// object.
@@ -83,13 +97,20 @@ pub struct Import {
     /// 1 while it is released.
     pub is_gone: AtomicU32,
     pub pid: AtomicU32,
-    /// 0 if its origin is unknown. For memory that can stay on the GPU: 1 if the process has a descriptor of it.
+    /// 0 if its origin is unknown. For memory that can stay on the GPU: 1 if the process has a descriptor of it. For
+    /// [`HOST`]: 1 if it was exported.
     pub id: AtomicU32,
     pub nonce: AtomicU32,
-    /// [`FOREIGN`], [`OWN`] or [`HANDED`].
+    /// [`FOREIGN`], [`OWN`], [`HANDED`] or [`HOST`].
     pub kept: AtomicU32,
     /// CUdevice, as the process counts.
     pub device: AtomicI32,
+    /// The rest is of [`HOST`]. Its bytes.
+    pub size: AtomicU64,
+    /// Where its content is while it is released; 0 if nowhere.
+    pub content: AtomicU64,
+    /// CUmemAllocationProp.
+    pub properties: [AtomicU32; 8],
 }
 
 /// A mapping of an import.
@@ -138,6 +159,8 @@ pub struct Table {
     pub under_way: AtomicU32,
     /// Set by the supervisor while CUDA is locked, and shortly before.
     pub is_locked: AtomicU32,
+    /// For each kind, how much there is that the driver checkpoints and cannot restore.
+    pub unrestorable: [AtomicU32; UNRESTORABLE],
     /// Number of times that the program wanted to share memory by CUDA IPC that can stay on the GPU, and was refused.
     pub ipc_refused: AtomicU32,
     /// Incremented and woken (futex) to make the keeper create a socket.
@@ -182,14 +205,14 @@ pub const BEGIN: u32 = 0;
 /// Uses the driver without changing anything; returns unless the driver is blocked. With index 1 it also makes memory on each
 /// GPU where some can stay, and tries to import it.
 pub const PROBE: u32 = 1;
-/// Unmaps and releases all memory of other processes; with index 1 also what can stay on the GPU. Closes the descriptors
-/// of that in any case.
+/// Unmaps and releases all memory of other processes, and host memory, whose content it copies before; with index 1 also what
+/// can stay on the GPU. Closes the descriptors of that in any case.
 pub const RELEASE: u32 = 2;
 /// Exports an entry again; the answer includes the descriptor.
 pub const EXPORT: u32 = 3;
 /// Imports an entry again, from the descriptor sent with the request.
 pub const IMPORT: u32 = 4;
-/// Maps all imported entries.
+/// Makes host memory anew, and maps it and all imported entries.
 pub const MAP: u32 = 5;
 /// For memory that can stay on the GPU: the answer includes its descriptor.
 pub const GIVE: u32 = 6;

@@ -9,7 +9,7 @@ use core::ptr::null_mut;
 use core::sync::atomic::{AtomicI32, Ordering};
 
 use crate::sharing::{self, SUCCESS, driver};
-use crate::{api_lock, kept, libc, sys};
+use crate::{api_lock, host, kept, libc, sys};
 use rekindle_abi::sharing::{self as table, Import, Mapping, Reply, Request, Table, Tag};
 
 /// The process with a keeper; negative while a thread of it starts one.
@@ -55,6 +55,7 @@ unsafe extern "C" fn main(table: *mut c_void) -> *mut c_void {
     table.keeper.store(sys::thread(), Ordering::Release);
     // It answers nothing before it has these.
     sharing::driver::find();
+    kept::find_addresses();
     loop {
         let calls = table.calls.load(Ordering::Acquire);
         if calls == table.answered.load(Ordering::Relaxed) {
@@ -199,10 +200,14 @@ fn give_up(handle: u64) -> i32 {
     code
 }
 
-/// Unmaps and releases other processes' memory, and with `with_kept` what can stay on the GPU.
+/// Unmaps and releases other processes' memory, and with `with_kept` what can stay on the GPU. Host memory is copied first.
 fn release(table: &'static Table, with_kept: bool) -> (i32, u32) {
     table.state.store(table::LET_GO, Ordering::Relaxed);
-    let is_meant = |import: &Import| with_kept || !sharing::is_kept(import);
+    let code = host::release_all(table);
+    if code != SUCCESS {
+        return (code, 0);
+    }
+    let is_meant = |import: &Import| !sharing::is_host(import) && (with_kept || !sharing::is_kept(import));
     let is_there =
         |mapping: &&Mapping| !is_gone(&mapping.is_gone) && sharing::import_of(table, mapping).is_none_or(is_meant);
     let unmapped = sharing::mappings(table).filter(is_there).map(|mapping| {
@@ -303,6 +308,10 @@ fn import(table: &'static Table, index: u32, descriptor: Option<&sys::File>) -> 
 
 fn map(table: &'static Table) -> (i32, u32) {
     let load = |value: &core::sync::atomic::AtomicU64| value.load(Ordering::Relaxed);
+    let code = host::make_all_again(table);
+    if code != SUCCESS {
+        return (code, 0);
+    }
     let mapped = sharing::mappings(table).filter(|mapping| is_gone(&mapping.is_gone)).map(|mapping| {
         let Some(import) = sharing::import_of(table, mapping).filter(|import| !is_gone(&import.is_gone)) else {
             return -1;

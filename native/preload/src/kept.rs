@@ -118,6 +118,12 @@ pub(crate) fn begin(least: usize) {
     LEAST.store(least, Ordering::Relaxed);
 }
 
+/// Looks up what the keeper needs, as long as the program runs.
+pub(crate) fn find_addresses() {
+    RESERVE.real();
+    UNRESERVE.real();
+}
+
 fn current_device(device: &mut i32) -> i32 {
     let real = plain!(CURRENT_DEVICE, fn(*mut i32));
     // SAFETY: a live local.
@@ -171,13 +177,13 @@ fn attribute(value: &mut i32, which: i32, device: i32) -> i32 {
     unsafe { real(value, which, device) }
 }
 
-fn reserve(address: &mut u64, size: u64) -> i32 {
+pub(crate) fn reserve(address: &mut u64, size: u64) -> i32 {
     let real = plain!(RESERVE, fn(*mut u64, u64, u64, u64, u64));
     // SAFETY: a live local, and numbers.
     unsafe { real(address, size, 0, 0, 0) }
 }
 
-fn unreserve(address: u64, size: u64) -> i32 {
+pub(crate) fn unreserve(address: u64, size: u64) -> i32 {
     let real = plain!(UNRESERVE, fn(u64, u64));
     // SAFETY: addresses that were reserved, and that nothing is mapped at.
     unsafe { real(address, size) }

@@ -15,8 +15,10 @@
 //!  ioctl of the driver, dlsym of its functions, cuMem*         --> recorded, and done    (rm, lookup, sharing)
 //!  cuMemAlloc, cuMemFree of large memory                       --> made so that it can stay on the GPU  (kept)
 //!  calls of NCCL                                              --> counted, and held for a snapshot       (nccl)
+//!  cuMemCreate in host memory                                 --> copied, and made anew                 (host)
+//!  sparse arrays, pools of host memory                        --> counted                               (unrestorable)
 //!  cuInit                                                     --> marked while it lasts  (init)
-//!  pthread_rwlock_rdlock by libcuda, in a process that shares  --> polls while CUDA is locked             (api_lock)
+//!  pthread_rwlock_rdlock by libcuda or NVML, if memory is shared --> polls while CUDA is locked            (api_lock)
 //!  anything else                                               --> libc
 //! ```
 //!
@@ -72,6 +74,7 @@ mod got;
 mod helper;
 #[cfg(not(test))]
 mod hooks;
+mod host;
 mod init;
 mod job;
 mod keeper;
@@ -86,6 +89,7 @@ mod rm;
 mod sharing;
 mod stream;
 mod sys;
+mod unrestorable;
 
 /// Reads the environment and finds the next functions after ours. Runs when the object is loaded, before the program;
 /// until then the hooks use functions that need no preparation.

@@ -14,7 +14,7 @@ use core::mem::transmute;
 use core::ptr::{null_mut, with_exposed_provenance_mut};
 use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
-use crate::{elf, init, kept, libc, nccl, sharing};
+use crate::{elf, init, kept, libc, nccl, sharing, unrestorable};
 
 /// The functions of the driver that we replace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,6 +35,16 @@ pub(crate) enum Function {
     FreeAsyncPerThread,
     EnablePeer,
     IpcHandle,
+    CreateArray,
+    CreateMipmapped,
+    DestroyArray,
+    DestroyMipmapped,
+    CreatePool,
+    DefaultPool,
+    PoolNow,
+    DestroyPool,
+    AllocateFromPool,
+    AllocateFromPoolPerThread,
     CreateUserObject,
     Init,
     /// Since CUDA 12.0, with a status.
@@ -76,7 +86,7 @@ macro_rules! entry {
     }};
 }
 
-static FUNCTIONS: [Entry; 20] = [
+static FUNCTIONS: [Entry; 30] = [
     entry!(Function::Import, cuMemImportFromShareableHandle, sharing::import),
     entry!(Function::Export, cuMemExportToShareableHandle, sharing::export),
     entry!(Function::Create, cuMemCreate, sharing::create),
@@ -93,6 +103,16 @@ static FUNCTIONS: [Entry; 20] = [
     entry!(Function::FreeAsyncPerThread, cuMemFreeAsync_ptsz, kept::free_async_per_thread),
     entry!(Function::EnablePeer, cuCtxEnablePeerAccess, kept::enable_peer),
     entry!(Function::IpcHandle, cuIpcGetMemHandle, kept::ipc_handle),
+    entry!(Function::CreateArray, cuArray3DCreate_v2, unrestorable::array),
+    entry!(Function::CreateMipmapped, cuMipmappedArrayCreate, unrestorable::mipmapped),
+    entry!(Function::DestroyArray, cuArrayDestroy, unrestorable::destroy_array),
+    entry!(Function::DestroyMipmapped, cuMipmappedArrayDestroy, unrestorable::destroy_mipmapped),
+    entry!(Function::CreatePool, cuMemPoolCreate, unrestorable::pool),
+    entry!(Function::DefaultPool, cuMemGetDefaultMemPool, unrestorable::default_pool),
+    entry!(Function::PoolNow, cuMemGetMemPool, unrestorable::pool_now),
+    entry!(Function::DestroyPool, cuMemPoolDestroy, unrestorable::destroy_pool),
+    entry!(Function::AllocateFromPool, cuMemAllocFromPoolAsync, unrestorable::allocate),
+    entry!(Function::AllocateFromPoolPerThread, cuMemAllocFromPoolAsync_ptsz, unrestorable::allocate_per_thread),
     entry!(Function::CreateUserObject, cuUserObjectCreate, create_user_object),
     entry!(Function::Init, cuInit, init::init),
     entry!(Function::GetProcAddress, cuGetProcAddress_v2, get_proc_address),
@@ -328,12 +348,15 @@ fn lead(code: i32, name: *const c_char, found: *mut *mut c_void, version: i32, f
         (12_000, c"cuGetProcAddress", c"cuGetProcAddress_v2"),
         (3_020, c"cuMemAlloc", c"cuMemAlloc_v2"),
         (3_020, c"cuMemFree", c"cuMemFree_v2"),
+        (3_020, c"cuArray3DCreate", c"cuArray3DCreate_v2"),
     ];
     let symbol = newer.iter().find(|(since, asked, _)| version >= *since && is_named(name, asked));
     let symbol = symbol.map_or(name, |(_, _, symbol)| symbol.as_ptr());
     // The flag selects one of another two.
-    let of_thread = flags & PER_THREAD != 0 && is_named(name, c"cuMemFreeAsync");
-    *found = instead(if of_thread { c"cuMemFreeAsync_ptsz".as_ptr() } else { symbol }, *found);
+    let per_thread =
+        [(c"cuMemFreeAsync", c"cuMemFreeAsync_ptsz"), (c"cuMemAllocFromPoolAsync", c"cuMemAllocFromPoolAsync_ptsz")];
+    let of_thread = per_thread.iter().find(|(asked, _)| flags & PER_THREAD != 0 && is_named(name, asked));
+    *found = instead(of_thread.map_or(symbol, |(_, symbol)| symbol.as_ptr()), *found);
 }
 
 /// These names as symbols of this object, for programs that are linked to libcuda.
@@ -359,7 +382,7 @@ mod symbols {
         };
     }
 
-    use crate::sharing as s;
+    use crate::{sharing as s, unrestorable as u};
 
     symbol! {
         cuMemImportFromShareableHandle = s::import;
@@ -378,6 +401,16 @@ mod symbols {
         cuMemFreeAsync_ptsz = crate::kept::free_async_per_thread;
         cuCtxEnablePeerAccess = crate::kept::enable_peer;
         cuIpcGetMemHandle = crate::kept::ipc_handle;
+        cuArray3DCreate_v2 = u::array;
+        cuMipmappedArrayCreate = u::mipmapped;
+        cuArrayDestroy = u::destroy_array;
+        cuMipmappedArrayDestroy = u::destroy_mipmapped;
+        cuMemPoolCreate = u::pool;
+        cuMemGetDefaultMemPool = u::default_pool;
+        cuMemGetMemPool = u::pool_now;
+        cuMemPoolDestroy = u::destroy_pool;
+        cuMemAllocFromPoolAsync = u::allocate;
+        cuMemAllocFromPoolAsync_ptsz = u::allocate_per_thread;
         cuUserObjectCreate = super::create_user_object;
         cuInit = crate::init::init;
         cuGetProcAddress_v2 = super::get_proc_address;

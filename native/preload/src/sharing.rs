@@ -26,7 +26,7 @@ use core::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU32, Ordering};
 use crate::lock::{Held, Lock};
 use crate::lookup::Function;
 use crate::rm::Noted;
-use crate::{keeper, kept, sys};
+use crate::{host, keeper, kept, sys};
 use rekindle_abi::sharing::{self as table, Export, Import, Mapping, Table, Tag};
 
 /// CUresult: success; a wrong argument; not initialised.
@@ -133,9 +133,14 @@ pub(crate) fn is_live(import: &Import) -> bool {
     import.is_live.load(Ordering::Relaxed) != 0
 }
 
-/// Whether it is memory that can stay on the GPU, and none of another process.
+/// Whether it is memory that can stay on the GPU.
 pub(crate) fn is_kept(import: &Import) -> bool {
-    import.kept.load(Ordering::Relaxed) != table::FOREIGN
+    matches!(import.kept.load(Ordering::Relaxed), table::OWN | table::HANDED)
+}
+
+/// Whether it is host memory of this process.
+pub(crate) fn is_host(import: &Import) -> bool {
+    import.kept.load(Ordering::Relaxed) == table::HOST
 }
 
 fn has_name(import: &Import, name: u64) -> bool {
@@ -143,7 +148,7 @@ fn has_name(import: &Import, name: u64) -> bool {
 }
 
 /// The import that the program calls by this name. One that is only mapped has no name, until it is retained.
-fn named(table: &Table, name: u64) -> Option<(usize, &Import)> {
+pub(crate) fn named(table: &Table, name: u64) -> Option<(usize, &Import)> {
     let is_it = |import: &Import| has_name(import, name) && import.references.load(Ordering::Relaxed) > 0;
     imports(table).enumerate().find(|(_, import)| is_it(import))
 }
@@ -163,6 +168,7 @@ fn is_taken(handle: u64) -> bool {
 fn forget_if_over(import: &Import) {
     if import.references.load(Ordering::Relaxed) == 0 && import.mappings.load(Ordering::Relaxed) == 0 {
         import.is_live.store(0, Ordering::Relaxed);
+        host::forget(import);
     }
 }
 
@@ -333,11 +339,22 @@ fn note_import(name: u64, kind: u32, tag: Option<Tag>) {
     keeper::start(table);
 }
 
-/// cuMemCreate: hooked only so that a new handle is not confused with an import.
-pub(crate) unsafe extern "C" fn create(new: *mut u64, size: usize, properties: usize, flags: u64) -> i32 {
-    let real = real!(Create, fn(*mut u64, usize, usize, u64));
+/// cuMemCreate: hooked for host memory, and so that a new handle is not confused with an import.
+pub(crate) unsafe extern "C" fn create(new: *mut u64, size: usize, properties: *const [u32; 8], flags: u64) -> i32 {
+    let real = real!(Create, fn(*mut u64, usize, *const [u32; 8], u64));
+    // SAFETY: null, or a CUmemAllocationProp of the caller.
+    let host = unsafe { properties.as_ref() }.copied().filter(host::is_host);
+    if host.is_some() {
+        table_or_new();
+    }
+    let _under_way = host.is_some().then(UnderWay::begin);
+    let note = |handle, _: Option<Tag>| {
+        if let Some(properties) = &host {
+            host::note(handle, size as u64, properties);
+        }
+    };
     // SAFETY: the caller's arguments.
-    create_unnamed(new, || unsafe { real(new, size, properties, flags) }, |_, _| {})
+    create_unnamed(new, || unsafe { real(new, size, properties, flags) }, note)
 }
 
 /// cuMemExportToShareableHandle.
@@ -355,6 +372,11 @@ pub(crate) unsafe extern "C" fn export(shared: usize, name: u64, kind: u32, flag
     {
         // The driver would refuse it to the keeper, too.
         new.handle.store(0, Ordering::Relaxed);
+    }
+    if code == SUCCESS
+        && let Some(table) = table()
+    {
+        host::note_export(table, name);
     }
     code
 }

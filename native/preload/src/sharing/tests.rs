@@ -100,11 +100,11 @@ pub(crate) fn begin() -> (MutexGuard<'static, ()>, &'static Table) {
     (guard, table)
 }
 
-fn gives(handles: &[u64]) {
+pub(crate) fn gives(handles: &[u64]) {
     fake().handles.extend(handles);
 }
 
-fn calls() -> Vec<String> {
+pub(crate) fn calls() -> Vec<String> {
     std::mem::take(&mut fake().calls)
 }
 
@@ -182,7 +182,7 @@ fn names_lead_to_handles_and_new_handles_are_no_names() {
     let mut retained = 0;
     // SAFETY: live locals and numbers, for the fake.
     unsafe {
-        assert_eq!(create(&raw mut made, 1, 0, 0), SUCCESS);
+        assert_eq!(create(&raw mut made, 1, std::ptr::null(), 0), SUCCESS);
         assert_eq!(retain(&raw mut retained, 0x1000), SUCCESS);
         map(0x1000, 0x100, 0, name, 0);
         properties(0, name);
@@ -204,7 +204,7 @@ fn names_lead_to_handles_and_new_handles_are_no_names() {
     }
     gives(&[70]);
     // SAFETY: a live local, for the fake.
-    unsafe { create(&raw mut made, 1, 0, 0) };
+    unsafe { create(&raw mut made, 1, std::ptr::null(), 0) };
     assert_eq!(made, 70);
 }
 
