@@ -6,6 +6,10 @@ use std::os::unix::ffi::OsStrExt;
 
 use rekindle_os::maps::{self, Mapping};
 
+/// The name, in the folder of landing files, of the symbolic link at which processes with the interposer wait before they
+/// begin with cuInit.
+pub const INIT_CLOSED: &str = rekindle_abi::init::CLOSED;
+
 /// Whether process `pid` maps libcuda, or has an NVIDIA device open or mapped.
 ///
 /// False means that it does not use CUDA now. True means that [`super::Process::state`] must decide: a library that is

@@ -3,6 +3,7 @@
 use core::mem::MaybeUninit;
 use core::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 
+use rekindle_abi::init::CLOSED;
 use rekindle_abi::variables::{COPY_THREADS, KEEP_MEMORY, LANDING};
 
 use crate::kept;
@@ -178,9 +179,32 @@ fn parse_shares<'a>(digits: impl Iterator<Item = &'a u8>) -> usize {
     number.max(1)
 }
 
+/// Whether the supervisor locks the CUDA processes, so that no other may begin.
+pub(crate) fn is_closed() -> bool {
+    let is_there = |path: *const u8| sys::read_link(path, &mut [0; 8]).is_ok();
+    with_file(|push| CLOSED.as_bytes().iter().for_each(|byte| push(*byte)), is_there).unwrap_or(false)
+}
+
 /// Calls `work` with the path of this process's landing file, followed by `suffix` and NUL. It is not returned, because
 /// a copy of it would be a call of the job's memcpy.
 fn with_path<T>(suffix: &[u8], work: impl FnOnce(*const u8) -> T) -> Option<T> {
+    let name = |push: &mut dyn FnMut(u8)| {
+        // Determined each time: a forked child is another process, without a landing file.
+        let pid = sys::pid().unsigned_abs();
+        let mut divisor = 1_000_000_000;
+        while divisor > 0 {
+            if pid >= divisor {
+                push(b'0' + (pid / divisor % 10) as u8);
+            }
+            divisor /= 10;
+        }
+        suffix.iter().for_each(|byte| push(*byte));
+    };
+    with_file(name, work)
+}
+
+/// The same with the name that `name` gives, byte by byte.
+fn with_file<T>(name: impl FnOnce(&mut dyn FnMut(u8)), work: impl FnOnce(*const u8) -> T) -> Option<T> {
     let length = LENGTH.load(Ordering::Relaxed);
     if length == 0 {
         return None;
@@ -197,18 +221,7 @@ fn with_path<T>(suffix: &[u8], work: impl FnOnce(*const u8) -> T) -> Option<T> {
         push(byte.load(Ordering::Relaxed));
     }
     push(b'/');
-    // Determined each time: a forked child is another process, without a landing file.
-    let pid = sys::pid().unsigned_abs();
-    let mut divisor = 1_000_000_000;
-    while divisor > 0 {
-        if pid >= divisor {
-            push(b'0' + (pid / divisor % 10) as u8);
-        }
-        divisor /= 10;
-    }
-    for byte in suffix {
-        push(*byte);
-    }
+    name(&mut push);
     push(0);
     Some(work(path.as_ptr().cast()))
 }
