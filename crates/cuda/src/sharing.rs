@@ -18,6 +18,9 @@
 //! [`let_go`] collects ([`Staying`]) and [`take_again`] returns. In a process that was restored from an image,
 //! [`make_again`] creates it anew, and the caller fills it.
 //!
+//! Host memory that a process makes with cuMemCreate is checkpointed by the driver, and not restored (580). The keeper copies it
+//! to private memory before it releases it, and back once it has made it anew (`native/preload/src/host.rs`).
+//!
 //! CUDA is locked twice. In between, threads of the job that wait for the driver's lock must not get it: [`announce`]
 //! ensures that.
 //!
@@ -52,6 +55,18 @@ pub enum Error {
         pid: i32,
         /// The reason and advice.
         why: Obstacle,
+    },
+    /// It has something that the driver checkpoints and does not restore.
+    #[error(
+        "process {pid} has {what}. The driver can checkpoint it and not restore it, so the process would be lost: {remedy}"
+    )]
+    Unrestorable {
+        /// The process, as the job sees it.
+        pid: i32,
+        /// What it has.
+        what: &'static str,
+        /// What to do.
+        remedy: &'static str,
     },
     /// It still has a reference to memory that was to be released.
     #[error(
@@ -200,8 +215,9 @@ impl fmt::Display for Obstacle {
         match self {
             Obstacle::Unseen(count) => write!(
                 f,
-                "{count} pieces by CUDA IPC (cudaIpcOpenMemHandle, tensors sent between processes); for NCCL unset \
-                 NCCL_CUMEM_ENABLE, or set NCCL_P2P_DISABLE=1"
+                "{count} pieces by CUDA IPC (cudaIpcOpenMemHandle, tensors sent between processes), as external memory \
+                 (cuImportExternalMemory), or from an imported pool; for NCCL unset NCCL_CUMEM_ENABLE, or set \
+                 NCCL_P2P_DISABLE=1"
             ),
             Obstacle::NoExporter => {
                 f.write_str("it belongs to a process outside the job, or to one that has released it")
@@ -231,12 +247,38 @@ pub fn check(all: &[Sharing]) -> Result<(), Error> {
         if one.table().obstacles.load(Relaxed) & table::UNRELEASED != 0 {
             return Err(Error::Unreleased { pid: one.inner() });
         }
+        let count = |kind: usize| one.table().unrestorable.get(kind).map_or(0, |count| count.load(Relaxed));
+        if let Some((_, what, remedy)) = UNRESTORABLE.iter().find(|(kind, ..)| count(*kind) != 0) {
+            return Err(Error::Unrestorable { pid: one.inner(), what, remedy });
+        }
         if let Some(why) = obstacle(one, all) {
             return Err(Error::Unmanaged { pid: one.inner(), why });
         }
     }
     Ok(())
 }
+
+/// What the interposer counts of it, in words, and what to do (driver 580, one H200; `native/preload/src/unrestorable.rs`).
+const UNRESTORABLE: [(usize, &str, &str); 4] = [
+    (
+        table::EXPORTED_HOST,
+        "host memory of cuMemCreate that it has exported to other processes (cuMemExportToShareableHandle)",
+        "for NCCL set NCCL_CUMEM_HOST_ENABLE=0; elsewhere use shared memory (/dev/shm) with cudaHostRegister. Snapshots work \
+         again once the program has released that memory",
+    ),
+    (
+        table::HOST_POOL,
+        "memory from a pool in host memory (cuMemPoolCreate or cuMemGetMemPool with a host location)",
+        "use cudaMallocHost or cudaHostRegister instead. Snapshots work again once the program has freed that memory and \
+         destroyed the pool",
+    ),
+    (table::SPARSE, "a sparse array (CUDA_ARRAY3D_SPARSE)", "snapshots work again once the program has destroyed it"),
+    (
+        table::DEFERRED,
+        "an array whose memory is mapped later (CUDA_ARRAY3D_DEFERRED_MAPPING)",
+        "snapshots work again once the program has destroyed it",
+    ),
+];
 
 fn obstacle(one: &Sharing, all: &[Sharing]) -> Option<Obstacle> {
     let table = one.table();
@@ -254,7 +296,7 @@ fn obstacle(one: &Sharing, all: &[Sharing]) -> Option<Obstacle> {
     // The call that starts it may be in progress.
     let has_no_keeper =
         |one: &Sharing| one.table().keeper.load(Relaxed) == 0 && one.table().under_way.load(Relaxed) == 0;
-    if handed > 0 && has_no_keeper(one) {
+    if (handed > 0 || one.host_bytes().is_some()) && has_no_keeper(one) {
         return Some(Obstacle::NoKeeper);
     }
     // A call in progress may be between the driver and its record; nothing is released while there is one.
@@ -273,14 +315,15 @@ fn obstacle(one: &Sharing, all: &[Sharing]) -> Option<Obstacle> {
     None
 }
 
-/// Whether any of them has to release something: memory of another process, or its own that stays on the GPU. While CUDA
+/// Whether any of them has to release something: memory of another process, host memory, or its own that stays on the GPU. While CUDA
 /// is locked this includes what a call in progress frees: it is recorded as free before the driver frees it.
 #[must_use]
 pub fn is_any(all: &[Sharing], own: Own) -> bool {
     // One that is not to stay may have a descriptor, of an attempt that failed.
     let is_concerned = |import: &Import| own == Own::Stays || import.id.load(Relaxed) != 0;
     let has_import = |one: &Sharing| one.table().foreign.load(Relaxed) != 0 || one.imports().next().is_some();
-    all.iter().any(|one| has_import(one) || one.kept().any(|(_, import, _)| is_concerned(import)))
+    let has_host = |one: &Sharing| one.host_bytes().is_some();
+    all.iter().any(|one| has_import(one) || has_host(one) || one.kept().any(|(_, import, _)| is_concerned(import)))
 }
 
 /// What becomes of a process's own memory that can stay on the GPU.

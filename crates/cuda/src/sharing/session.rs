@@ -35,12 +35,17 @@ pub(super) const IMPORT_AGAIN: &str = "import memory again";
 /// More for each piece, where the keeper does all at once. The driver needs 0.1 ms for one; releasing 112 of them takes 7 ms.
 const FOR_EACH: Duration = Duration::from_millis(2);
 
-/// Time limit for what the keeper does with all that the process has: at most 103 s.
-pub(super) fn patience(table: &table::Table) -> Duration {
+/// More for host memory, which it copies: at a GB/s, a tenth of what is usual. The job can write any number.
+const MOST_FOR_HOST: Duration = Duration::from_secs(60);
+
+/// Time limit for what the keeper does with all that the process has: at most 163 s.
+pub(super) fn patience(sharing: &Sharing) -> Duration {
+    let table = sharing.table();
     let used = [&table.exports_used, &table.imports_used, &table.mappings_used];
     // The job can write any number.
     let pieces = used.map(|used| used.load(Relaxed).min(u32::try_from(table::MOST).unwrap_or(u32::MAX)));
-    PATIENCE + FOR_EACH * pieces.iter().sum::<u32>()
+    let host = Duration::from_nanos(sharing.host_bytes().unwrap_or(0)).min(MOST_FOR_HOST);
+    PATIENCE + FOR_EACH * pieces.iter().sum::<u32>() + host
 }
 
 /// How often to check for the keeper's socket.
@@ -61,7 +66,7 @@ impl Drop for Session<'_> {
         // SAFETY: it is not used any more.
         unsafe { ManuallyDrop::drop(&mut self.socket) };
         // An image must not contain its descriptor, so the keeper may stop with the others only after closing it.
-        let deadline = Instant::now() + patience(self.sharing.table());
+        let deadline = Instant::now() + patience(self.sharing);
         while self.sharing.table().socket.load(Acquire) != -1 && Instant::now() < deadline {
             if process::has_ended(self.sharing.pid()) {
                 return;
@@ -86,7 +91,7 @@ impl<'a> Session<'a> {
         let call = table.calls.fetch_add(1, SeqCst).wrapping_add(1);
         wake(table);
         // It may still do what it was asked for in a session that was given up.
-        let deadline = Instant::now() + limit(until, patience(table));
+        let deadline = Instant::now() + limit(until, patience(sharing));
         while table.answered.load(Acquire) != call {
             if Instant::now() > deadline || process::has_ended(pid) {
                 return Err(io::Error::other("the interposer's thread does not answer"));
@@ -111,7 +116,7 @@ impl<'a> Session<'a> {
     /// Makes the keeper do something; `doing` describes it for errors.
     pub(super) fn ask(&self, what: u32, index: u32, doing: &'static str) -> Result<(), Error> {
         let is_about_all = matches!(what, table::RELEASE | table::MAP);
-        let usual = if is_about_all { patience(self.sharing.table()) } else { PATIENCE };
+        let usual = if is_about_all { patience(self.sharing) } else { PATIENCE };
         self.send(Request { what, index }, None)?;
         self.receive_within(usual, doing).map(drop)
     }

@@ -9,8 +9,9 @@ use crate::job_table::JobTable;
 #[cfg(test)]
 pub(super) use rekindle_abi::sharing::NAME;
 pub(super) use rekindle_abi::sharing::{
-    BEGIN, CREATE, EXPORT, FOREIGN, GIVE, HANDED, HELD, IMPORT, Import, LOST, MAP, MOST, MULTICAST, NO_DESCRIPTOR,
-    NOT_IMPORTED, PROBE, RELEASE, Reply, Request, Table, Tag, UNRELEASED, UNTRACKED,
+    BEGIN, CREATE, DEFERRED, EXPORT, EXPORTED_HOST, FOREIGN, GIVE, HANDED, HELD, HOST, HOST_POOL, IMPORT, Import, LOST,
+    MAP, MOST, MULTICAST, NO_DESCRIPTOR, NOT_IMPORTED, OWN, PROBE, RELEASE, Reply, Request, SPARSE, Table, Tag,
+    UNRELEASED, UNTRACKED,
 };
 
 /// The shared memory of one process.
@@ -77,8 +78,15 @@ impl Sharing {
         let all = table.mappings.iter().take(used).filter(|mapping| mapping.address.load(Acquire) != 0);
         let sizes: BTreeMap<u32, u64> =
             all.map(|mapping| (mapping.import.load(Relaxed), mapping.size.load(Relaxed))).collect();
-        let kept = self.entries().filter(|(_, import)| import.kept.load(Relaxed) != FOREIGN);
+        let kept = self.entries().filter(|(_, import)| matches!(import.kept.load(Relaxed), OWN | HANDED));
         kept.map(move |(index, import)| (index, import, sizes.get(&index).copied().unwrap_or(0)))
+    }
+
+    /// Bytes of host memory that it copies for a snapshot, and makes anew. `None` if there is none.
+    #[must_use]
+    pub fn host_bytes(&self) -> Option<u64> {
+        let hosts = self.entries().filter(|(_, import)| import.kept.load(Relaxed) == HOST);
+        hosts.map(|(_, import)| import.size.load(Relaxed)).reduce(u64::saturating_add)
     }
 
     /// Bytes of its memory that can stay on the GPU.

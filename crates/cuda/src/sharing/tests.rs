@@ -96,7 +96,7 @@ fn a_table_is_believed_in_nothing() {
     }
     assert!(check(&all).is_ok() && !is_any(&all, Own::IsCopied) && !is_let_go(&all));
     // The keeper has time for all that there may be, and no more.
-    assert_eq!(session::patience(table).as_millis(), 5000 + 3 * 2 * table::MOST as u128);
+    assert_eq!(session::patience(&all[0]).as_millis(), 5000 + 3 * 2 * table::MOST as u128);
     table.foreign.store(1, Relaxed);
     table.under_way.store(0, Relaxed);
     assert!(matches!(check(&all), Err(Error::Unmanaged { pid: 7, why: Obstacle::Unseen(1) })));
@@ -119,6 +119,19 @@ fn a_table_is_believed_in_nothing() {
     assert!(check(&all).is_ok(), "the call that starts it is in progress");
     assert!(let_go(&all, Own::Stays, &mut Vec::new()).unwrap_err().is_busy());
     table.under_way.store(0, Relaxed);
+    // What the driver would not restore is named.
+    for (kind, words) in [(table::SPARSE, "CUDA_ARRAY3D_SPARSE"), (table::EXPORTED_HOST, "NCCL_CUMEM_HOST_ENABLE=0")] {
+        table.unrestorable[kind].store(2, Relaxed);
+        let why = check(&all).unwrap_err().to_string();
+        assert!(why.starts_with("process 7 has ") && why.contains(words), "{why}");
+        table.unrestorable[kind].store(0, Relaxed);
+    }
+    // Host memory alone is reason enough, and has time.
+    table.imports[0].kept.store(table::HOST, Relaxed);
+    table.imports[0].size.store(3_000_000_000, Relaxed);
+    assert!(is_any(&all, Own::IsCopied) && all[0].host_bytes() == Some(3_000_000_000) && all[0].kept_bytes() == 0);
+    assert_eq!(session::patience(&all[0]).as_millis(), 8000 + 3 * 2 * table::MOST as u128);
+    assert!(matches!(check(&all), Err(Error::Unmanaged { why: Obstacle::NoKeeper, .. })));
     // It learns of a lock, even if another process cannot.
     assert!(matches!(check_announced(&all), Err(Error::Busy { pid: 7, .. })));
     assert!(announce(&[i32::MAX, pid], true).is_empty());
