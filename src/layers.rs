@@ -95,7 +95,7 @@ const OBJECTS: [&str; 8] = ["table", "record", "compare", "format", "multicast",
 const CRIU: [&str; 5] = ["log", "plugin", "proto", "image", "rpc"];
 
 /// The modules for the CUDA driver.
-const CUDA: [&str; 15] = [
+const CUDA: [&str; 16] = [
     "packet",
     "candidate",
     "function",
@@ -103,10 +103,11 @@ const CUDA: [&str; 15] = [
     "state",
     "uuid",
     "version",
+    "nvml",
+    "reasons",
     "error",
     "ffi",
     "nccl",
-    "nvml",
     "sharing",
     "driver",
     "copier",

@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::code;
 use super::function::Function;
 use super::version::DriverVersion;
+use crate::reasons;
 
 /// Result of the calls of this module.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -95,7 +96,8 @@ pub enum Error {
     Runs(i32),
     /// The process was locked or checkpointed by somebody else.
     #[error(
-        "process {pid} is {state}, not running; if no other tool is using it, resume it with `rekindle cuda restore` and `rekindle cuda unlock --pid {pid}`"
+        "process {pid} is {state}, not running: another tool or the job itself has suspended it, so rekindle leaves it as it is; if \
+         none is using it, resume it with `rekindle cuda restore` and `rekindle cuda unlock --pid {pid}`"
     )]
     Busy {
         /// The process.
@@ -131,6 +133,12 @@ impl Error {
     #[must_use]
     pub fn is_not_ready(&self) -> bool {
         self.code() == Some(code::NOT_READY)
+    }
+
+    /// The process was in another state than the call needs, and still is.
+    #[must_use]
+    pub fn is_illegal_state(&self) -> bool {
+        self.code() == Some(code::ILLEGAL_STATE)
     }
 
     /// The process is alive but has no CUDA state. Some drivers return `INVALID_VALUE` for a query of such a process; a
@@ -183,7 +191,14 @@ fn can_trace() -> bool {
 }
 
 /// The meaning of a code for these functions, measured on driver 580 unless it is documented.
-fn hint(function: Function, pid: i32, code: i32) -> &'static str {
+fn hint(function: Function, pid: i32, code: i32) -> String {
+    match (code, function) {
+        (code::NOT_SUPPORTED, function) if function != Function::Restore => reasons::of(pid),
+        _ => fixed_hint(function, pid, code).to_owned(),
+    }
+}
+
+fn fixed_hint(function: Function, pid: i32, code: i32) -> &'static str {
     match (code, function) {
         (code::INVALID_VALUE, Function::Restore) => ": the GPU pairs must name every GPU that the process used",
         (code::INVALID_VALUE, Function::GetState | Function::GetRestoreThreadId) => {
@@ -209,7 +224,6 @@ fn hint(function: Function, pid: i32, code: i32) -> &'static str {
             ": it has memory of another process mapped (CUDA IPC, NCCL over NVLink: set NCCL_P2P_DISABLE=1 and \
              NCCL_CUMEM_HOST_ENABLE=0); it cannot continue: kill it"
         }
-        (code::NOT_SUPPORTED, _) => ": managed memory (cudaMallocManaged), MIG, MPS, vGPU and arm64 are not supported",
         _ => "",
     }
 }

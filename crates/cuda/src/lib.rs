@@ -34,12 +34,13 @@ pub mod nccl;
 pub mod nvml;
 mod packet;
 mod process;
+mod reasons;
 pub mod sharing;
 mod state;
 mod uuid;
 mod version;
 
-pub use candidate::{is_candidate, is_init_mark, is_initializing};
+pub use candidate::{INIT_CLOSED, is_candidate, is_init_mark, is_initializing};
 pub use driver::Driver;
 pub use error::{Error, Result};
 pub use function::Function;
