@@ -120,6 +120,7 @@ pub(super) const KEYS: &[Key] = &[
     ),
     key("snapshot.grace", Shape::Text, DURATION),
     key("snapshot.lock-timeout", Shape::Text, DURATION),
+    key("snapshot.freeze-limit", Shape::Text, DURATION),
     key("snapshot.freeze-timeout", Shape::Text, DURATION),
     key("snapshot.dump-timeout", Shape::Text, DURATION),
     key("snapshot.retry-after", Shape::Text, DURATION),

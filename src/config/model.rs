@@ -191,6 +191,9 @@ pub(crate) struct Snapshot {
     /// Time limit for running kernels when CUDA is locked; at least 1 ms, because the driver takes 0 as no limit.
     #[serde(with = "duration")]
     pub(crate) lock_timeout: Duration,
+    /// Time limit for all attempts of one snapshot to lock CUDA.
+    #[serde(with = "duration")]
+    pub(crate) freeze_limit: Duration,
     /// Time limit for CRIU to stop all tasks; whole seconds (CRIU's RPC option `timeout`).
     #[serde(with = "duration")]
     pub(crate) freeze_timeout: Duration,
@@ -462,6 +465,7 @@ impl Default for Snapshot {
             mean_time_between_failures: MeanTime::default(),
             grace: seconds(30),
             lock_timeout: seconds(10),
+            freeze_limit: seconds(10),
             freeze_timeout: seconds(10),
             dump_timeout: seconds(1800),
             retry_after: seconds(30),

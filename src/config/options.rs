@@ -100,6 +100,8 @@ impl Config {
             ghost_limit: u32::try_from(of.ghost_limit.bytes()).unwrap_or(u32::MAX),
             tcp: of.tcp,
             lock_timeout: of.lock_timeout,
+            // Who gives one attempt more time wants it to have that.
+            freeze_limit: of.freeze_limit.max(of.lock_timeout),
             freeze_timeout: of.freeze_timeout,
             dump_timeout: of.dump_timeout,
             memory: self.gpu.memory,

@@ -267,6 +267,7 @@ fn snapshot(config: &Config, rules: &mut Rules) {
     rules.time("snapshot.grace", snapshot.grace, second, ", because a stop takes its final snapshot within it");
     let reason = ", because 0 means 'wait for ever' to the driver";
     rules.time("snapshot.lock-timeout", snapshot.lock_timeout, Duration::from_millis(1), reason);
+    rules.time("snapshot.freeze-limit", snapshot.freeze_limit, Duration::from_millis(1), reason);
     rules.time(
         "snapshot.freeze-timeout",
         snapshot.freeze_timeout,

@@ -58,7 +58,7 @@ use crate::launch::{self, Job, Privileges};
 use crate::parts::backlog::Backlog;
 use crate::parts::fds;
 use crate::parts::files::record;
-use crate::parts::gpu::capture as gpu;
+use crate::parts::gpu::capture::{self as gpu, Group};
 use crate::parts::kept::capture as kept;
 use crate::parts::terminals::Unsaved;
 use rekindle_base::interval::Choice;
@@ -141,6 +141,8 @@ pub struct Options {
     pub tcp: TcpChoice,
     /// How long the CUDA driver may wait for running kernels; at least 1 ms, because 0 means for ever to the driver.
     pub lock_timeout: Duration,
+    /// How long all attempts of one snapshot to lock CUDA may hold up the job, together.
+    pub freeze_limit: Duration,
     /// How long CRIU may take to stop all tasks; CRIU counts whole seconds.
     pub freeze_timeout: Duration,
     /// Time limit for the whole dump.
@@ -382,6 +384,11 @@ impl Error {
         }
     }
 
+    /// Whether the GPUs had too much work to be locked.
+    fn is_busy(&self) -> bool {
+        matches!(self, Error::Gpu(gpu::Error::Cuda { source, .. }) if source.is_not_ready())
+    }
+
     /// CRIU's log, if CRIU failed.
     #[must_use]
     pub fn criu_log(&self) -> Option<&criu::Log> {
@@ -466,6 +473,12 @@ const INITIALIZING: (u32, Duration) = (30, Duration::from_millis(100));
 /// The same while processes begin and end, with a pause that doubles each time.
 const COMING_AND_GOING: (u32, Duration) = (4, Duration::from_millis(50));
 
+/// After the lock has timed out: how often, how long each, and for how long it is tried whether the GPUs pause. Kernels that run
+/// for longer than the lock may wait, and then pause for seconds, would hardly ever be met by the next snapshot. Each try holds
+/// new work of the job up for at most 4 % of the time.
+const PROBES: (Duration, Duration, Duration) =
+    (Duration::from_millis(250), Duration::from_millis(10), Duration::from_secs(30));
+
 /// How often it is tried again while there are events that were not read.
 const EVENTS: u32 = 3;
 
@@ -488,6 +501,7 @@ fn frozen<'a>(
     let mut attempt = 1;
     let (mut initializing, mut coming_and_going, mut killed) = (0, 0, 0);
     let mut until = None;
+    let mut probes_end = None;
     // An attempt that fails fails for the whole group.
     let mut events = if subject.group.is_some() { 0 } else { EVENTS };
     loop {
@@ -514,6 +528,13 @@ fn frozen<'a>(
                 }
                 initializing += 1;
                 std::thread::sleep(INITIALIZING.1);
+            }
+            Err(error) if error.is_busy() && subject.group.is_none() && !over() => {
+                let end = *probes_end.get_or_insert_with(|| Instant::now() + PROBES.2);
+                if !pauses(root, end, &over)? {
+                    return Err(error);
+                }
+                tracing::info!("the GPUs pause: trying the snapshot again");
             }
             Err(error)
                 if error.passes_at_once() && none_is_ending && coming_and_going < COMING_AND_GOING.0 && !over() =>
@@ -544,6 +565,22 @@ fn frozen<'a>(
             Ok(frozen) => return Ok(frozen),
         }
     }
+}
+
+/// Waits until the GPUs of the job pause. Returns whether they do.
+fn pauses(root: i32, end: Instant, over: &dyn Fn() -> bool) -> Result<bool, Error> {
+    let (every, limit, _) = PROBES;
+    tracing::info!("the GPUs of the job are busy: waiting until they pause, for at most {:?}", PROBES.2);
+    while Instant::now() < end && !over() {
+        std::thread::sleep(every);
+        match Group::pauses(root, limit) {
+            Ok(true) => return Ok(true),
+            Err(error @ gpu::Error::Lost { .. }) => return Err(error.into()),
+            // A process that has just begun or ended.
+            Ok(false) | Err(_) => {}
+        }
+    }
+    Ok(false)
 }
 
 /// The manifest without the image's parts, which publishing adds.

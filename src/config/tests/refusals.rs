@@ -140,6 +140,7 @@ fn each_rule_refuses_with_key_value_and_rule() {
             "must be at least 1ms, because 0 means 'wait for ever' to the driver",
         ),
         ("snapshot", "lock-timeout", "10", duration),
+        ("snapshot", "freeze-limit", "\"0s\"", "must be at least 1ms, because 0 means 'wait for ever' to the driver"),
         ("snapshot", "freeze-timeout", "\"1500ms\"", "must be whole seconds, because CRIU's time limits are"),
         ("snapshot", "freeze-timeout", "\"0s\"", "must be at least 1s, because CRIU's time limits are whole seconds"),
         ("snapshot", "dump-timeout", "\"0s\"", "must be at least 1s"),

@@ -1,5 +1,6 @@
 //! GPU memory in files of the image.
 
 pub(crate) mod capture;
+pub(crate) mod gate;
 pub(crate) mod put_back;
 mod shares;

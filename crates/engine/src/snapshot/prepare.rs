@@ -105,10 +105,12 @@ fn target<'a>(
     device: Device,
 ) -> Result<(Filling, Option<&'a Area>), Error> {
     let host: u64 = seen.expected.iter().map(|e| e.bytes).chain([seen.nameless]).sum();
-    let own = host.saturating_add(device.all);
+    let made_anew = gpus.group.host_bytes()?;
+    let own = host.saturating_add(device.all).saturating_add(made_anew);
     let whole = own.saturating_add(seen.rewritten);
     let Some(area) = memory else { return Ok((on_disk(env, whole, device)?, None)) };
     let besides = if gpus.group.outer_pids().iter().all(|pid| interposer::is_in(*pid)) { 0 } else { device.all };
+    let besides = besides.saturating_add(made_anew);
     let mut taken = slot(env, area, whole, besides);
     if seen.rewritten > 0 && matches!(taken, Err(Error::NoRoom(_))) {
         // An image without these files is better than none: a restore is refused if one of them was changed.

@@ -11,7 +11,7 @@ use crate::parts::events::Unread;
 use crate::parts::files::capture::{Contents, View};
 use crate::parts::files::nameless::{self, nameless};
 use crate::parts::gpu::capture::Elsewhere;
-use crate::parts::gpu::capture::{self as gpu, Group};
+use crate::parts::gpu::capture::{self as gpu, Group, Locking};
 use crate::parts::terminals::Before;
 use crate::parts::{access, fds, tcp};
 use rekindle_base::chain;
@@ -115,7 +115,10 @@ impl Gpus {
         let elsewhere = env.subject.group.map(|group| group as &dyn Elsewhere);
         let called_off = || env.subject.group.and_then(Barrier::called_off);
         let cancelled = || (env.cancelled)() || called_off().is_some();
-        let locked = self.group.lock(env.root(), elsewhere, env.subject.options.lock_timeout, own, &cancelled);
+        let options = env.subject.options;
+        let area = env.subject.staging.filter(|area| area.is_there());
+        let how = Locking { timeout: options.lock_timeout, limit: options.freeze_limit, area, own };
+        let locked = self.group.lock(env.root(), elsewhere, how, &cancelled);
         match (locked, called_off()) {
             (Err(gpu::Error::Cancelled), Some(why)) => return Err(Error::Group(why)),
             (outcome, _) => outcome?,

@@ -13,8 +13,9 @@
 mod cut;
 mod lock;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{BuildHasher, RandomState};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use cut::{Cut, NotReached};
@@ -25,6 +26,9 @@ use rekindle_cuda::sharing::{self, Own, Sharing, Staying};
 use rekindle_cuda::{self as cuda, Process, State};
 use rekindle_os::descriptors::Room;
 use rekindle_os::{parallel, process, ptrace};
+use rekindle_store::staging::Area;
+
+use crate::parts::landing::gate::Gate;
 
 /// Why the GPUs of a job could not be frozen, or not be resumed.
 #[derive(Debug, thiserror::Error)]
@@ -116,6 +120,8 @@ enum GpuState {
     Checkpointed,
     Lost,
     Gone,
+    /// Somebody else has locked or checkpointed it, maybe the job itself: we leave it as it is.
+    Foreign,
 }
 
 impl GpuState {
@@ -197,7 +203,7 @@ impl Member {
     }
 
     fn may_run_on(&self) -> bool {
-        matches!(self.state, GpuState::Running | GpuState::Gone)
+        matches!(self.state, GpuState::Running | GpuState::Gone | GpuState::Foreign)
     }
 }
 
@@ -217,6 +223,42 @@ pub(crate) struct Group {
     staying: Vec<Staying>,
     /// For the descriptors of that.
     room: Option<Room>,
+    /// From the lock to the unlock: no other process becomes a CUDA process.
+    gate: Option<Gate>,
+}
+
+/// How CUDA processes are locked.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Locking<'a> {
+    /// The time limit of each step of each attempt.
+    pub(crate) timeout: Duration,
+    /// The time limit of all attempts together, for which they may hold up the job.
+    pub(crate) limit: Duration,
+    /// Where the gate is at which processes wait that begin with cuInit, if there is one.
+    pub(crate) area: Option<&'a Area>,
+    /// What becomes of the memory that can stay on the GPU.
+    pub(crate) own: Own,
+}
+
+/// What an attempt to lock may still take.
+#[derive(Debug, Clone, Copy)]
+struct Budget {
+    began: Instant,
+    limit: Duration,
+    timeout: Duration,
+}
+
+impl Budget {
+    /// The time limit of the next step: at least a moment, because the driver takes none as no limit.
+    fn step(&self, now: Instant) -> Duration {
+        let left = self.limit.saturating_sub(now.saturating_duration_since(self.began));
+        self.timeout.min(left).max(Duration::from_millis(1))
+    }
+
+    /// Whether there may be another attempt.
+    fn is_spent(&self, now: Instant) -> bool {
+        now.saturating_duration_since(self.began) >= self.limit
+    }
 }
 
 /// How often the lock is tried if the set of processes changes, or ranks block each other.
@@ -232,7 +274,8 @@ impl Group {
         let mut members = Vec::new();
         // A process that has ended meanwhile is skipped.
         let look = |(at, pid): (usize, i32)| {
-            let is_candidate = cuda::is_candidate(pid).unwrap_or(false);
+            // One that begins with cuInit now is not asked: the lock finds it.
+            let is_candidate = cuda::is_candidate(pid).unwrap_or(false) && !cuda::is_initializing(pid).unwrap_or(false);
             let inner = is_candidate.then(|| process::inner_pid(pid)).flatten();
             Ok::<_, cuda::Error>((at, pid, inner.map(|inner| (inner, look_at(pid)))))
         };
@@ -298,6 +341,11 @@ impl Group {
         Ok(all.iter().map(|one| (one.pid(), one.kept_bytes())).collect())
     }
 
+    /// Bytes of host memory that they copy to private memory while they are checkpointed.
+    pub(crate) fn host_bytes(&self) -> Result<u64, Error> {
+        Ok(self.sharing()?.iter().filter_map(Sharing::host_bytes).fold(0, u64::saturating_add))
+    }
+
     /// A note if they wanted to share such memory by CUDA IPC, which the driver refuses. It is the same each time: the user
     /// is told once.
     pub(crate) fn refused(&self) -> Option<String> {
@@ -336,20 +384,35 @@ impl Group {
         sharing::of(&self.outer_pids()).map_err(io)
     }
 
+    /// Whether all can be locked within this time now. They are unlocked again at once.
+    pub(crate) fn pauses(root: i32, limit: Duration) -> Result<bool, Error> {
+        let error = |source| Error::Cuda { phase: "lock", source };
+        check_initialized(&process::tree(root))?;
+        let mut group = Group::find(root).map_err(error)?;
+        let locked = group.lock_once(limit, Resting::Held);
+        if let Err(undo) = group.undo_lock() {
+            let cause = Box::new(locked.err().map_or(Error::Cancelled, error));
+            return Err(Error::Lost { cause, undo });
+        }
+        match locked {
+            Err(source) if !source.is_not_ready() => Err(error(source)),
+            outcome => Ok(outcome.is_ok()),
+        }
+    }
+
     /// Lets all ranks reach one point ([`cut`]), locks all ([`lock::together`]), and makes
-    /// them release each other's memory. Each attempt of each step has the limit `timeout`.
-    /// Their own memory stays on the GPU or not, as `own` says.
+    /// them release each other's memory.
     /// If one cannot be locked, all are unlocked and the lock is tried again. The same happens if a process started or
     /// stopped using CUDA between the listing and the lock.
     pub(crate) fn lock(
         &mut self,
         root: i32,
         elsewhere: Option<&dyn Elsewhere>,
-        timeout: Duration,
-        own: Own,
+        how: Locking<'_>,
         cancelled: &dyn Fn() -> bool,
     ) -> Result<(), Error> {
         let error = |source| Error::Cuda { phase: "lock", source };
+        let budget = Budget { began: Instant::now(), limit: how.limit, timeout: how.timeout };
         let mut wedged = false;
         let mut resting = Resting::LetGo;
         for attempt in 1..=ATTEMPTS {
@@ -357,19 +420,28 @@ impl Group {
                 tracing::debug!("ranks are locked without a common point: at that point a GPU did not finish");
                 Ok(())
             } else {
-                self.bring_to_rest(elsewhere, timeout, cancelled)
+                self.bring_to_rest(elsewhere, budget.step(Instant::now()), cancelled)
             };
             if outcome.is_ok() {
+                // Closed before the look: who has not begun with cuInit by then waits.
+                self.gate = how.area.and_then(Gate::close);
+                outcome = check_initialized(&process::tree(root));
+            }
+            if outcome.is_ok() {
                 let is_at_one_point = self.cut.is_some();
-                outcome = self.lock_once(timeout, resting).map_err(|source| {
+                outcome = self.lock_once(budget.step(Instant::now()), resting).map_err(|source| {
                     wedged |= is_at_one_point && source.is_not_ready();
                     // Each way can lock processes that the other cannot. A failure after the lock says nothing about it.
                     resting = resting.other();
                     Error::Cuda { phase: if wedged { WEDGED } else { "lock" }, source }
                 });
             }
+            // The others need not be asked again for one that has ended.
+            if outcome.is_ok() {
+                self.forget_ended();
+            }
             if outcome.is_ok() && (self.is_empty() && attempt == 1 || !self.has_changed(root)) {
-                outcome = self.let_go(timeout, own);
+                outcome = self.let_go(budget.step(Instant::now()), how.own);
                 if outcome.is_ok() {
                     // Without CUDA processes nothing is locked. If a process starts to use CUDA now, the dump sees it
                     // and is refused ([`super::devices`]).
@@ -385,17 +457,20 @@ impl Group {
             if let Err(undo) = self.undo_lock() {
                 return Err(Error::Lost { cause: Box::new(cause), undo });
             }
+            let spent = budget.is_spent(Instant::now());
             match &cause {
                 // A new search would lose this state.
                 _ if self.stuck().is_some() => return Err(cause),
                 Error::Cancelled => return Err(cause),
                 // The other machines are at the point that these ranks have left now.
                 _ if elsewhere.is_some() => return Err(cause),
+                // It is waited for while nothing is locked.
+                Error::Initializing { .. } => return Err(cause),
                 Error::Cuda { source, .. } if !source.is_not_ready() || self.members.len() < 2 => return Err(cause),
                 Error::Sharing(source) if !source.is_busy() => return Err(cause),
                 // After the second time it is not worth to delay the others again.
                 Error::Late { .. } if attempt == 2 => return Err(cause),
-                _ if attempt == ATTEMPTS => return Err(cause),
+                _ if attempt == ATTEMPTS || spent => return Err(cause),
                 _ if cancelled() => return Err(Error::Cancelled),
                 Error::Cuda { .. } | Error::Sharing(_) | Error::Late { .. } => std::thread::sleep(pause(attempt)),
                 _ => *self = Group::find(root).map_err(error)?,
@@ -464,20 +539,39 @@ impl Group {
             false => ptrace::stop(member.process.pid(), STOP_TIMEOUT),
         };
         let mut result = Ok(());
+        let has_released = !self.lacking.is_empty();
         for (member, outcome) in self.at_once(stop) {
             match outcome {
                 Ok(stopped) => member.stopped = stopped,
-                Err(_) if member.has_ended() => result = result.and(Err(Error::Ended { pid: member.inner })),
+                // What it has released is being copied to the image.
+                Err(_) if member.has_ended() && has_released => {
+                    result = result.and(Err(Error::Ended { pid: member.inner }));
+                }
+                Err(_) if member.has_ended() => member.state = GpuState::Gone,
                 Err(source) => {
                     let what = format!("checkpoint: cannot stop process {}", member.inner);
                     result = result.and(Err(Error::Io { what, source }));
                 }
             }
         }
+        if !has_released {
+            self.forget_ended();
+        }
         if result.is_ok() {
             self.cut = None;
         }
         result
+    }
+
+    /// Those that have ended have nothing on a GPU any more.
+    fn forget_ended(&mut self) {
+        self.members.retain(|member| {
+            let has_ended = member.has_ended();
+            if has_ended {
+                tracing::debug!(pid = member.inner, "it ended while the job was being locked");
+            }
+            !has_ended
+        });
     }
 
     /// Unlocks the locked processes; their threads stay stopped.
@@ -555,19 +649,38 @@ impl Group {
         };
         (0..members.len()).for_each(|at| tell(at, true));
         sharing::let_calls_end(tables.iter().flatten());
+        // Locked or checkpointed by somebody else since the look.
+        let foreign = Mutex::new(BTreeSet::new());
         let lock = |at: usize, left| {
             tell(at, true);
-            members.get(at).map_or(Ok(()), |member| member.process.lock(left))
+            let Some(member) = members.get(at) else { return Ok(()) };
+            match member.process.lock(left) {
+                Err(_) if member.has_ended() => Ok(()),
+                Err(error) if error.is_illegal_state() => {
+                    foreign.lock().unwrap_or_else(PoisonError::into_inner).insert(at);
+                    Err(in_other_hands(&member.process, error))
+                }
+                outcome => outcome,
+            }
         };
         // Its threads wait for as long as it is told that CUDA is locked, and others may wait for what they start then.
         let unlock = |at: usize| {
-            members.get(at).map_or(Ok(()), |member| member.process.unlock())?;
+            let Some(member) = members.get(at) else { return Ok(()) };
+            match member.process.unlock() {
+                Err(_) if member.has_ended() => {}
+                outcome => outcome?,
+            }
             tell(at, false);
             Ok(())
         };
         let (locked, result) = lock::together(members.len(), timeout, resting, lock, unlock);
-        for (member, locked) in self.members.iter_mut().zip(locked) {
-            member.state = if locked { GpuState::Locked } else { member.state };
+        let foreign = foreign.into_inner().unwrap_or_else(PoisonError::into_inner);
+        for (at, (member, locked)) in self.members.iter_mut().zip(locked).enumerate() {
+            member.state = match (locked, foreign.contains(&at)) {
+                (true, _) => GpuState::Locked,
+                (false, true) => GpuState::Foreign,
+                (false, false) => member.state,
+            };
         }
         result
     }
@@ -580,7 +693,10 @@ impl Group {
         let known = self.outer_pids();
         let unknown = process::tree(root).into_iter().filter(|pid| !known.contains(pid)).collect();
         any(unknown, |pid| {
-            cuda::is_candidate(pid).unwrap_or(false) && Process::new(pid).and_then(|p| p.state()).is_ok()
+            let is_candidate = cuda::is_candidate(pid).unwrap_or(false);
+            // One in cuInit is not asked.
+            is_candidate
+                && (cuda::is_initializing(pid).unwrap_or(false) || Process::new(pid).and_then(|p| p.state()).is_ok())
         })
         .is_some()
     }
@@ -593,6 +709,7 @@ impl Group {
         self.stop()?;
         check_initialized(&self.outer_pids())?;
         let mut first = Ok(());
+        let has_released = !self.lacking.is_empty();
         let checkpoint = |member: &Member| {
             let began = Instant::now();
             let outcome = member.alone(Process::checkpoint);
@@ -602,8 +719,12 @@ impl Group {
         for (member, outcome) in self.at_once(checkpoint) {
             match outcome {
                 Ok(()) => member.state = GpuState::Checkpointed,
+                Err(_) if !has_released && is_dead(member) => member.state = GpuState::Gone,
                 Err(source) => first = first.and(Err(Error::Cuda { phase: "checkpoint", source })),
             }
+        }
+        if first.is_ok() && !has_released {
+            self.forget_ended();
         }
         first
     }
@@ -655,6 +776,7 @@ impl Group {
             }
         }
         super::announce_unlocked(&self.outer_pids());
+        self.gate = None;
         // They would see that one is still stopped. The job is killed then.
         if self.stuck().is_none() {
             for (pid, _) in self.launchers.drain(..).rev() {
@@ -677,7 +799,8 @@ impl Group {
     /// Updates the recorded state from the driver: a call that failed may have done its work, and a process that died
     /// needs no undo.
     fn sync_with_driver(&mut self) {
-        let ask = |member: &Member| (member.state != GpuState::Lost).then(|| ask_again(member));
+        let is_ours = |member: &Member| !matches!(member.state, GpuState::Lost | GpuState::Foreign);
+        let ask = |member: &Member| is_ours(member).then(|| ask_again(member));
         for (member, answer) in self.at_once(ask) {
             let Some(answer) = answer else { continue };
             member.state = member.state.after(&answer, member.has_ended());
@@ -704,6 +827,8 @@ impl Group {
         for (member, state) in self.members.iter().zip(states) {
             match state {
                 Ok(State::Running) => {}
+                // We have unlocked it: the job itself has locked it since, as one that suspends itself does.
+                Ok(State::Locked | State::Checkpointed) => {}
                 Ok(state) => return Err(Error::NotRunning { pid: member.inner, state }),
                 // It ended as soon as it was resumed; the supervisor sees whether the job continues.
                 Err(_) if member.has_ended() => {}
@@ -740,6 +865,15 @@ const READERS: usize = 8;
 /// One of these processes to which it applies.
 fn any(pids: Vec<i32>, applies: impl Fn(i32) -> bool + Sync) -> Option<i32> {
     parallel::in_parallel(pids, READERS, |pid| if applies(pid) { Err(pid) } else { Ok(()) }).err()
+}
+
+/// The error for a process that somebody else has locked.
+fn in_other_hands(process: &Process, error: cuda::Error) -> cuda::Error {
+    match process.state() {
+        Ok(state) if state != State::Running => cuda::Error::Busy { pid: process.pid(), state },
+        // It runs again.
+        _ => error,
+    }
 }
 
 /// A CUDA process that is running, and the thread the driver works with, as we see it and as the process does.

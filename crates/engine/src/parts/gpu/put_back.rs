@@ -10,6 +10,7 @@ use crate::parts::kept::put_back::{self as kept, Ahead};
 use rekindle_cuda::copier::Copier;
 use rekindle_cuda::{self as cuda, sharing};
 use rekindle_os::beneath::Beneath;
+use rekindle_os::spawn::Ended;
 use rekindle_os::{parallel, process, ptrace};
 use rekindle_store::Manifest;
 
@@ -17,7 +18,7 @@ use rekindle_store::Manifest;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A process of the image that used CUDA does not exist after the restore.
-    #[error("process {0} used CUDA and does not exist after the restore")]
+    #[error("process {0} used CUDA, and ended before its GPU memory was restored")]
     NoProcess(i32),
     /// The image does not say with which thread the driver works, and other threads must not run before the process has
     /// its memory.
@@ -152,8 +153,13 @@ pub(crate) fn put_back(
     let tree: Vec<(i32, i32)> =
         process::tree(job.root.pid()).into_iter().filter_map(|pid| Some((process::inner_pid(pid)?, pid))).collect();
     let mut processes = Vec::new();
+    let mut ended = Vec::new();
     for inner in &manifest.tree.cuda {
-        let outer = tree.iter().find(|(i, _)| i == inner).map(|(_, outer)| *outer).ok_or(Error::NoProcess(*inner))?;
+        let outer = tree.iter().find(|(i, _)| i == inner).map(|(_, outer)| *outer);
+        let Some(outer) = outer.filter(|outer| !process::is_ending(*outer)) else {
+            ended.push(*inner);
+            continue;
+        };
         let error = |source| Error::Cuda { pid: *inner, source };
         processes.push((*inner, cuda::Process::new(outer).map_err(error)?));
     }
@@ -171,13 +177,44 @@ pub(crate) fn put_back(
             .alone(known, patience(manifest), || process.restore(pairs))
             .map_err(|source| Error::Cuda { pid: *pid, source })
     };
-    parallel::at_once(&processes, restore).into_iter().collect::<Result<(), Error>>()?;
+    let restored = parallel::at_once(&processes, restore);
+    let mut running = Vec::new();
+    for (one, outcome) in processes.into_iter().zip(restored) {
+        match outcome {
+            Err(_) if process::is_ending(one.1.pid()) => ended.push(one.0),
+            outcome => {
+                outcome?;
+                running.push(one);
+            }
+        }
+    }
+    let processes = running;
+    without(&ended, processes.len(), job, manifest)?;
     take_again(manifest, &processes, filling)?;
     let stays = |(pid, _): &&(i32, cuda::Process)| manifest.tree.stopped.contains(pid);
     let with_thread = |(pid, process): &(i32, cuda::Process)| Ok((*pid, thread(manifest, *pid, process)?));
     let stay = processes.iter().filter(stays).map(with_thread).collect::<Result<_, Error>>()?;
     let launchers = launchers(job.root.pid(), manifest).into_iter().map(|(pid, _)| pid).collect();
     Ok(Stopped { processes, stay, launchers, patience: patience(manifest) })
+}
+
+/// What to do without processes of the image that have ended. One that was about to end when the image was taken does so as
+/// soon as CRIU lets it: it would have ended in the job, too, and its parent is told. But the job cannot go on without its first
+/// process, nor without all of them, and a process that was killed did not end by itself.
+fn without(ended: &[i32], left: usize, job: &Job, manifest: &Manifest) -> Result<(), Error> {
+    let tree = process::tree(job.root.pid());
+    let exit_of = |inner: i32| {
+        let outer = tree.iter().find(|pid| process::inner_pid(**pid) == Some(inner));
+        outer.and_then(|outer| process::ended(*outer))
+    };
+    for inner in ended {
+        let was_killed = matches!(exit_of(*inner), Some(Ended::Signal(_)));
+        if left == 0 || *inner == manifest.tree.job || was_killed {
+            return Err(Error::NoProcess(*inner));
+        }
+        tracing::warn!("process {inner} of the image ended as soon as it was restored: the job continues without it");
+    }
+    Ok(())
 }
 
 /// The thread of a process that the driver works with, as we see it. The image has its number as the job sees it.
