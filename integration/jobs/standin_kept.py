@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A job for the stand-in libcuda whose memory can stay on the GPU.
 
-    standin_kept.py OUT [--mib N,N,...] [--still N] [--own N] [--ranks N] [--churn] [--turns]
+    standin_kept.py OUT [--mib N,N,...] [--still N] [--own N] [--host KIND] [--nvml] [--ranks N] [--churn] [--turns]
                     [--collective MS] [--do FILE]
 
 Has an allocation of each of these sizes, with a pattern, and one small one; with --own one of N MiB that it makes with
@@ -17,6 +17,12 @@ With --turns each round writes one of two contents to all of each allocation ins
   more     allocates another one of 16 MiB
   close    closes the descriptors with high numbers that memory has, and opens files of its own under these numbers
   ipc      asks for a handle of the first allocation by CUDA IPC
+  export   exports the host memory of --host as a descriptor
+  release  releases the handle of that memory, whose mapping stays
+  sparse, deferred, pool    makes a sparse array, one whose memory comes later, or takes memory from a pool of host memory;
+           no-array and no-pool remove it
+With --host it also has 4 MiB of host memory, of a NUMA node ("numa") or anywhere ("host"), which it changes and compares with
+the processor. With --nvml it initialises NVML before CUDA, and a thread of its own asks NVML for the temperature all the time.
 Ends with 3 when memory is not what it was, with 5 when a call fails.
 """
 
@@ -26,6 +32,7 @@ import mmap
 import os
 import random
 import sys
+import threading
 import time
 
 MIB = 1 << 20
@@ -97,6 +104,45 @@ class Own(Allocation):
         self.cuda("cuMemAddressFree", address, self.ctypes_size)
 
 
+class Host(Own):
+    """Used by the processor, as NCCL uses it."""
+
+    LOCATIONS = {"host": 2, "numa": 3}
+
+    def __init__(self, cuda, number, size, kind):
+        self.location = self.LOCATIONS[kind]
+        super().__init__(cuda, number, size)
+
+    def make(self):
+        self.handle, address = ctypes.c_uint64(), ctypes.c_size_t()
+        self.ctypes_size = ctypes.c_size_t(self.size)
+        nothing = ctypes.c_size_t(0)
+        properties = (ctypes.c_uint32 * 8)(1, 1, self.location)
+        self.cuda("cuMemAddressReserve", ctypes.byref(address), self.ctypes_size, nothing, nothing, nothing)
+        self.cuda("cuMemCreate", ctypes.byref(self.handle), self.ctypes_size, properties, nothing)
+        self.cuda("cuMemMap", address, self.ctypes_size, nothing, self.handle, nothing)
+        for location in (1, self.location):
+            access = (ctypes.c_int * 3)(location, 0, 3)
+            self.cuda("cuMemSetAccess", address, self.ctypes_size, access, ctypes.c_size_t(1))
+        return address.value
+
+    def put(self, at, data):
+        self.content[at : at + len(data)] = data
+        ctypes.memmove(self.address + at, data, len(data))
+
+    def check(self):
+        if ctypes.string_at(self.address, self.size) != bytes(self.content):
+            print("the host memory differs", file=sys.stderr, flush=True)
+            sys.exit(3)
+
+
+def ask_nvml(library, device):
+    temperature = ctypes.c_uint()
+    while True:
+        if library.nvmlDeviceGetTemperature(device, 0, ctypes.byref(temperature)) != 0:
+            os._exit(5)
+
+
 class Cuda:
     def __init__(self):
         self.library = ctypes.CDLL("libcuda.so.1")
@@ -149,6 +195,24 @@ def do(word, cuda, all):
             null = os.open("/dev/null", os.O_RDONLY)
             os.dup2(null, fd)
             os.close(null)
+    elif word == "export":
+        file = ctypes.c_int()
+        cuda("cuMemExportToShareableHandle", ctypes.byref(file), all[-1].handle, 1, ctypes.c_size_t(0))
+        os.close(file.value)
+    elif word == "release":
+        cuda("cuMemRelease", all[-1].handle)
+    elif word in ("sparse", "deferred"):
+        cuda.object = ctypes.c_uint64()
+        descriptor = (ctypes.c_uint32 * 10)(8, 0, 8, 0, 0, 0, 1, 1, 0x40 if word == "sparse" else 0x80)
+        cuda("cuArray3DCreate_v2", ctypes.byref(cuda.object), descriptor)
+    elif word == "pool":
+        cuda.object, address = ctypes.c_uint64(), ctypes.c_uint64()
+        cuda("cuMemPoolCreate", ctypes.byref(cuda.object), (ctypes.c_uint32 * 22)(1, 0, 3))
+        cuda("cuMemAllocFromPoolAsync", ctypes.byref(address), ctypes.c_size_t(4096), cuda.object, None)
+    elif word == "no-array":
+        cuda("cuArrayDestroy", cuda.object)
+    elif word == "no-pool":
+        cuda("cuMemPoolDestroy", cuda.object)
     elif word == "more":
         all.append(Allocation(cuda, 99, 16 * MIB))
     elif word == "ipc":
@@ -162,6 +226,8 @@ def main():
     parser.add_argument("--mib", default="16,33,20")
     parser.add_argument("--still", type=int)
     parser.add_argument("--own", type=int)
+    parser.add_argument("--host", choices=Host.LOCATIONS)
+    parser.add_argument("--nvml", action="store_true")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--churn", action="store_true")
     parser.add_argument("--turns", action="store_true")
@@ -176,11 +242,18 @@ def main():
             args.out, args.do, is_late = f"{args.out}.{rank}", None, rank == args.ranks - 1
             break
 
+    if args.nvml:
+        nvml, device = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_size_t()
+        if nvml.nvmlInit_v2() or nvml.standin_nvml_first() or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)):
+            sys.exit(5)
+        threading.Thread(target=ask_nvml, args=(nvml, device), daemon=True).start()
     cuda = Cuda()
     sizes = [int(size) * MIB for size in args.mib.split(",")]
     all = [Allocation(cuda, number, size) for number, size in enumerate([*sizes, 4096])]
     if args.own:
         all.append(Own(cuda, len(all), args.own * MIB))
+    if args.host:
+        all.append(Host(cuda, len(all), 4 * MIB, args.host))
     still = [Allocation(cuda, 98, args.still * MIB)] if args.still else []
     turns = [random.Random(turn).randbytes(MIB) * max(int(size) for size in args.mib.split(",")) for turn in (5, 6)]
     chance = random.Random(1)

@@ -18,6 +18,7 @@ pub(crate) mod code {
     pub(crate) const NOT_FOUND: i32 = 500;
     pub(crate) const NOT_READY: i32 = 600;
     pub(crate) const NOT_SUPPORTED: i32 = 801;
+    pub(crate) const UNKNOWN: i32 = 999;
 }
 
 /// What is asked of a job.

@@ -46,6 +46,11 @@ pub(crate) fn inject(folder: &Path, op: &str, pid: i32) -> Result<(), i32> {
         // SAFETY: a signal to this process only.
         unsafe { libc::kill(pid, libc::SIGKILL) };
     }
+    if read(&folder.join(format!("exit-at-{op}")), pid)?.is_some() {
+        let _ = fs::remove_file(folder.join(format!("exit-at-{op}")));
+        // SAFETY: ends this process only.
+        unsafe { libc::_exit(0) };
+    }
     let path = folder.join(format!("fail-{op}"));
     let Some(fault) = read(&path, pid)? else { return Ok(()) };
     if fault.hold && fault.skip == 0 {

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::control::{Control, MAGIC, Mapping, Op, Pair, SIZE, code};
-use crate::{fault, gate, gpus, host, kernels, memory};
+use crate::{fault, gate, gpus, host, kernels, memory, objects};
 
 /// `CUprocessState`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -104,6 +104,7 @@ pub(crate) fn start() -> Result<(), i32> {
     job.usable = named(&folder);
     job.gpu = first(&folder).ok_or(code::NO_DEVICE)?;
     job.device = Some(open_device()?);
+    gate::find_nvml(&folder);
     // Its memory is never freed: the thread outlives everything.
     let thread = thread::Builder::new().name("standin-cuda".to_owned());
     thread.spawn(move || serve(&control, &folder, &path)).map_err(|_| code::OPERATING_SYSTEM)?;
@@ -258,6 +259,7 @@ pub(crate) fn occupy(time: Duration) {
 
 fn checkpoint(folder: &Path) -> Result<(), i32> {
     drop(HELD.lock());
+    objects::checkpoint();
     let mut job = job();
     memory::checkpoint()?;
     job.seen = gpus::usable(folder).into_iter().map(|gpu| gpu.uuid).collect();
@@ -273,6 +275,7 @@ fn restore(pairs: &[Pair], folder: &Path) -> Result<(), i32> {
     let done = place(&job, pairs, folder).and_then(|gpu| {
         job.device = Some(open_device()?);
         memory::restore()?;
+        objects::restore()?;
         job.gpu = gpu;
         Ok(())
     });

@@ -32,6 +32,7 @@
 //!   Without `times` it stays, with it the file goes away after N times; the first calls, as many as `skip` says, go well.
 //!   `pid` is the job's own number of itself.
 //! - `die-at-OP`: `[delay=MS] [pid=P]`. Waits, removes the file and kills itself with SIGKILL.
+//! - `exit-at-OP`: `[pid=P]`. The same, but it ends with code 0.
 //! - OP may also be `keeper-CALL`: `unmap`, `release`, `export`, `import`, `map`, `access` or `retain`, where a keeper
 //!   of the interposer calls it; or `copier-CALL` with these, or `context`, `create`, `register`, `allocate`, `free`, `info`
 //!   (what is free), `out` (a copy from the device), `in` and `within` (the device), `module` and `name` (the kernel that
@@ -65,6 +66,7 @@ mod job;
 mod kernels;
 mod memory;
 pub mod nvml;
+pub mod objects;
 mod rm;
 mod shared;
 
@@ -109,6 +111,7 @@ pub unsafe extern "C" fn cuGetErrorName(error: c_int, text: *mut *const c_char) 
         code::ILLEGAL_STATE => c"CUDA_ERROR_ILLEGAL_STATE",
         code::NOT_READY => c"CUDA_ERROR_NOT_READY",
         code::NOT_SUPPORTED => c"CUDA_ERROR_NOT_SUPPORTED",
+        code::UNKNOWN => c"CUDA_ERROR_UNKNOWN",
         _ => return code::INVALID_VALUE,
     };
     // SAFETY: the caller passes null or room for a pointer.
@@ -269,10 +272,12 @@ pub extern "C" fn standin_store(device: usize, number: u64) -> c_int {
 
 /// Memory that can be shared: whole pieces of 2 MiB.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemCreate(handle: *mut u64, size: usize, _properties: *const c_void, _flags: u64) -> c_int {
+pub unsafe extern "C" fn cuMemCreate(handle: *mut u64, size: usize, properties: *const [u32; 8], _flags: u64) -> c_int {
     // SAFETY: the caller passes null or room for a handle.
     let Some(handle) = (unsafe { handle.as_mut() }) else { return code::INVALID_VALUE };
-    answer(job::call(|| memory::shared("create", |shared| shared.create(size)).map(|new| *handle = new)))
+    // SAFETY: the caller passes null or a CUmemAllocationProp.
+    let location = unsafe { properties.as_ref() }.map_or(1, |properties| properties[2]);
+    answer(job::call(|| memory::shared("create", |shared| shared.create(size, location)).map(|new| *handle = new)))
 }
 
 /// A descriptor for another process.

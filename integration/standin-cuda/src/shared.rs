@@ -4,6 +4,8 @@
 //! closes the file, and a restore makes a new one: who has the old one mapped then looks at memory that is nobody's. As
 //! with the driver, a process that has something of another one is checkpointed, and not restored.
 //!
+//! Host memory is checkpointed, and not restored: that of a NUMA node fails the restore, and the other is not where it was.
+//!
 //! Handles are used again at once when they are free, as the driver does it at times.
 //!
 //! A large import has two objects of the resource manager. With the driver (580) that is so for some on machines with
@@ -28,6 +30,17 @@ struct Allocation {
     /// The resource manager's numbers of what is another's.
     foreign: Vec<u32>,
     references: u32,
+    kind: Kind,
+}
+
+/// Where an allocation is (CUmemLocationType).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Device,
+    /// Host memory: the processor's mapping of it is not restored.
+    Host,
+    /// Host memory of a NUMA node: the restore fails.
+    Numa,
 }
 
 impl Allocation {
@@ -77,7 +90,8 @@ impl Shared {
     }
 
     fn add(&mut self, file: OwnedFd, size: usize, foreign: Vec<u32>) -> u64 {
-        let allocation = Some(Allocation { file: Some(file), size, foreign, references: 1 });
+        let kind = Kind::Device;
+        let allocation = Some(Allocation { file: Some(file), size, foreign, references: 1, kind });
         let at = self.allocations.iter().position(Option::is_none).unwrap_or(self.allocations.len());
         if at == self.allocations.len() {
             self.allocations.push(allocation);
@@ -87,13 +101,21 @@ impl Shared {
         FIRST + at as u64
     }
 
-    pub(crate) fn create(&mut self, size: usize) -> Result<u64, i32> {
+    /// `location` is a CUmemLocationType.
+    pub(crate) fn create(&mut self, size: usize, location: u32) -> Result<u64, i32> {
         self.begin()?;
+        let kind = match location {
+            2 => Kind::Host,
+            3 => Kind::Numa,
+            _ => Kind::Device,
+        };
         if size == 0 || !size.is_multiple_of(PIECE) {
             return Err(code::INVALID_VALUE);
         }
         let file = rm::device_file(size).map_err(|_| code::OUT_OF_MEMORY)?;
-        Ok(self.add(file, size, Vec::new()))
+        let handle = self.add(file, size, Vec::new());
+        self.allocation(handle)?.kind = kind;
+        Ok(handle)
     }
 
     pub(crate) fn export(&mut self, handle: u64) -> Result<i32, i32> {
@@ -274,11 +296,15 @@ impl Shared {
         if !self.allocations.iter().flatten().all(Allocation::is_own) {
             return Err(code::NOT_SUPPORTED);
         }
+        if self.allocations.iter().flatten().any(|allocation| allocation.kind == Kind::Numa) {
+            return Err(code::UNKNOWN);
+        }
         for allocation in self.own() {
             allocation.file = Some(rm::device_file(allocation.size).map_err(|_| code::OUT_OF_MEMORY)?);
         }
         for view in self.views.iter().filter(|view| view.can_be_used) {
-            let file = self.allocations[view.allocation].as_ref().and_then(|known| known.file.as_ref());
+            let known = self.allocations[view.allocation].as_ref().filter(|known| known.kind != Kind::Host);
+            let Some(file) = known.map(|known| known.file.as_ref()) else { continue };
             map_file(view.address, view.size, file.ok_or(code::ILLEGAL_STATE)?, SIZE + view.offset)?;
         }
         Ok(())

@@ -60,6 +60,8 @@ fn is_well(rig: &Rig, mut supervisor: Supervisor<'_>, file: &Path) {
 #[test]
 fn a_process_that_begins_with_it_when_criu_is_called_is_seen_in_the_image() {
     let Some(mut rig) = Rig::new() else { return };
+    // Without a place in memory nothing holds it back.
+    rig.set("SNAPSHOT_STAGING", "store");
     let file = when(&mut rig, "child");
     let mut supervisor = rig.start();
     // The newest process; how many came before it depends on what `python3` is.
@@ -74,20 +76,45 @@ fn a_process_that_begins_with_it_when_criu_is_called_is_seen_in_the_image() {
 }
 
 #[test]
-fn a_cuda_process_that_does_it_again_when_it_is_locked_is_not_checkpointed() {
+fn a_cuda_process_that_does_it_again_before_it_is_locked_is_not_locked() {
     let Some(mut rig) = Rig::new() else { return };
     let file = when(&mut rig, "thread");
-    rig.standin.fault("fail-lock", "hold");
+    rig.standin.fault("fail-tid", "hold");
     let mut supervisor = rig.start();
     rig.standin.fault("fail-init", "hold pid=1001");
+    // To lock it would be a failure.
+    rig.standin.fault("fail-lock", "801");
     let pid = supervisor.main_pid();
     supervisor.ask();
-    supervisor.until("it is being locked", |rig| rig.standin.path().join("fail-lock.held").exists());
+    supervisor.until("it is being looked at", |rig| rig.standin.path().join("fail-tid.held").exists());
     fs::write(&file, "").unwrap();
     supervisor.until("it is in cuInit", |_| rekindle_cuda::is_initializing(pid).unwrap());
-    rig.clear("fail-lock");
+    rig.clear("fail-tid");
     supervisor.until("it is seen", |rig| rig.log().contains(AGAIN));
-    assert!(!rig.log().contains("CUDA checkpoint"), "{}", rig.log());
+    assert!(!rig.log().contains("801"), "{}", rig.log());
+    rig.clear("fail-lock");
     is_waited_for(&rig, &mut supervisor, 1001);
+    is_well(&rig, supervisor, &file);
+}
+
+#[test]
+fn a_process_that_begins_with_it_while_cuda_is_locked_waits_and_is_taken() {
+    let Some(mut rig) = Rig::new() else { return };
+    let file = when(&mut rig, "child");
+    let mut supervisor = rig.start();
+    rig.standin.fault("fail-checkpoint", "hold");
+    let held = rig.standin.path().join("fail-checkpoint.held");
+    supervisor.ask();
+    supervisor.until("the job is locked", |_| held.exists());
+    fs::write(&file, "").unwrap();
+    std::thread::sleep(Duration::from_millis(500));
+    let heard = || fs::read_to_string(file.with_extension("done")).unwrap_or_default();
+    assert_eq!(heard(), "", "it waits");
+    rig.clear("fail-checkpoint");
+    supervisor.image();
+    supervisor.until("cuInit is over", |_| heard() == "0\n");
+    assert!(!rig.log().contains("trying the snapshot again"), "{}", rig.log());
+    supervisor.kill_job();
+    supervisor.said("the job was restored from image");
     is_well(&rig, supervisor, &file);
 }

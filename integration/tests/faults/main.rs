@@ -11,6 +11,7 @@ mod devices;
 #[path = "../support/devices.rs"]
 mod devices_here;
 mod gpus;
+mod host;
 mod init;
 mod kept;
 mod landing;

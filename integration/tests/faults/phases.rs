@@ -376,3 +376,45 @@ fn a_process_that_somebody_else_has_locked_is_left_alone() {
     supervisor.stop();
     rig.assert_sequence();
 }
+
+#[test]
+fn a_process_that_somebody_else_locks_between_the_look_and_the_lock_is_left_alone() {
+    let Some(mut rig) = Rig::new() else { return };
+    rig.ranks(2, &[]);
+    rig.retry_after("5s");
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(2);
+    supervisor.snapshot();
+    let ranks: Vec<i32> = rig.cuda_pids();
+    let (first, last) = (ranks.iter().min().unwrap().to_string(), *ranks.iter().max().unwrap());
+    let cuda = |action: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rekindle"));
+        let output = rig.standin.install(command.args(["cuda", action, "--pid", &first])).output().unwrap();
+        assert!(output.status.success(), "{action}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    for (actions, state) in [(&["lock"][..], "locked"), (&["lock", "checkpoint"], "checkpointed")] {
+        // The look at the other one waits meanwhile.
+        rig.standin.fault("fail-tid", &format!("hold times=1 pid={}", crate::rig::inner(last).unwrap()));
+        let held = rig.standin.path().join("fail-tid.held");
+        supervisor.ask();
+        supervisor.until("the look is held up", |_| held.exists());
+        std::thread::sleep(Duration::from_millis(200));
+        for action in actions {
+            cuda(action);
+        }
+        rig.clear("fail-tid");
+        std::fs::remove_file(held).unwrap();
+        let why = supervisor.said("the snapshot failed");
+        assert!(why.contains(&format!("is {state}, not running")) && why.contains("the job continues"), "{why}");
+        assert_eq!(cuda("state"), format!("{state}\n"), "it is not ours to undo");
+        for action in actions.iter().rev() {
+            cuda(if *action == "lock" { "unlock" } else { "restore" });
+        }
+        supervisor.image();
+        supervisor.assert_unharmed(2);
+    }
+    assert_eq!(rig.state().unwrap().restarts, 0);
+    supervisor.stop();
+    rig.assert_sequence();
+}

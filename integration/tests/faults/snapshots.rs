@@ -75,7 +75,7 @@ fn inner_pids(rig: &Rig) -> Vec<i32> {
     pids
 }
 
-/// Rank 1 begins to use CUDA when the others have been found and are being locked.
+/// Rank 1 begins to use CUDA when the others have been found and are being locked. With a place in memory it would wait.
 fn tree_that_grows(rig: &Rig, supervisor: &mut Supervisor<'_>, ranks: usize, late: &Path) {
     supervisor.until("all but one rank use CUDA", |rig| rig.cuda_pids().len() == ranks - 1);
     rig.standin.fault("fail-lock", "hold pid=1001");
@@ -104,6 +104,7 @@ fn two_cuda_processes_one_of_which_begins_late() {
     let Some(mut rig) = Rig::new() else { return };
     let late = rig.path().join("late");
     rig.ranks(2, &["--late", late.to_str().unwrap()]);
+    rig.set("SNAPSHOT_STAGING", "store");
     let mut supervisor = rig.start();
     tree_that_grows(&rig, &mut supervisor, 2, &late);
     supervisor.stop();
@@ -116,6 +117,7 @@ fn four_cuda_processes_one_of_which_begins_late() {
     let Some(mut rig) = Rig::new() else { return };
     let late = rig.path().join("late");
     rig.ranks(4, &["--late", late.to_str().unwrap()]);
+    rig.set("SNAPSHOT_STAGING", "store");
     let mut supervisor = rig.start();
     tree_that_grows(&rig, &mut supervisor, 4, &late);
     supervisor.stop();
@@ -203,6 +205,52 @@ fn a_kernel_that_is_longer_than_the_lock_timeout_refuses_the_snapshot() {
     supervisor.signal(nix::sys::signal::Signal::SIGINT);
     assert_eq!(supervisor.wait(), Some(130));
     rig.assert_nothing_left();
+}
+
+#[test]
+fn a_pause_between_kernels_that_are_longer_than_the_lock_timeout_is_met() {
+    let Some(mut rig) = Rig::new() else { return };
+    rig.job(&["--busy-ms", "2000", "--sleep-ms", "1500"]);
+    rig.set("SNAPSHOT_LOCK_TIMEOUT", "50ms");
+    for key in ["SNAPSHOT_RETRY_AFTER", "SNAPSHOT_RETRY_MAX"] {
+        rig.set(key, "10m");
+    }
+    let mut supervisor = rig.start();
+    for _ in 0..2 {
+        // It has just written, and pauses; then it is in the next kernel.
+        supervisor.assert_unharmed(1);
+        std::thread::sleep(Duration::from_millis(1900));
+        supervisor.snapshot();
+    }
+    assert!(rig.log().contains("the GPUs of the job are busy"), "{}", rig.log());
+    assert!(!rig.log().contains("the snapshot failed"), "{}", rig.log());
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
+fn a_restore_goes_on_without_a_process_that_was_about_to_end() {
+    let Some(mut rig) = Rig::new() else { return };
+    rig.ranks(3, &["--leave", rig.path().join("leave").to_str().unwrap()]);
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(3);
+    supervisor.snapshot();
+    let pids = inner_pids(&rig);
+    rig.standin.fault("exit-at-restore", &format!("pid={}", pids[1]));
+    supervisor.kill_job();
+    supervisor.said(&format!("process {} of the image ended as soon as it was restored", pids[1]));
+    supervisor.said("the job was restored from image");
+    supervisor.assert_running(2);
+    assert_eq!(rig.state().unwrap().restarts, 1);
+    supervisor.image_from_now();
+    // One that is killed there did not end by itself.
+    rig.standin.fault("die-at-restore", &format!("pid={}", pids[2]));
+    supervisor.kill_job();
+    supervisor.said("cannot restore image");
+    supervisor.said("the job was restored from image");
+    supervisor.assert_running(2);
+    supervisor.stop();
+    rig.assert_store_is_whole();
 }
 
 #[test]
