@@ -97,8 +97,9 @@ mod tests {
         assert_eq!(own, ["dlsym", "ioctl", "mmap", "mmap64", "munmap"]);
         assert_eq!(nccl.len(), 46, "{nccl:?}");
         // Symbols of the driver: those that return its functions, the one that initialises it, those that allocate or
-        // share memory (two of them say who may access it), and the one that shows that a graph captures NCCL.
-        let is_of_memory = |name: &String| name.starts_with("cuMem") || name.starts_with("cuMulticast");
+        // share memory (two of them say who may access it), arrays too, and the one that shows that a graph captures NCCL.
+        let of_memory = ["cuMem", "cuMulticast", "cuArray", "cuMipmappedArray"];
+        let is_of_memory = |name: &String| of_memory.iter().any(|beginning| name.starts_with(beginning));
         let others: Vec<&String> = driver.iter().filter(|name| !is_of_memory(name)).collect();
         let access = ["cuCtxEnablePeerAccess", "cuIpcGetMemHandle"];
         let (memory, others): (Vec<&String>, Vec<&String>) =

@@ -48,11 +48,11 @@ fn another_program_is_noticed() {
 
 #[test]
 fn attempts_to_lock_share_a_budget_and_none_has_no_time() {
-    let [second, began] = [Duration::from_secs(1), Instant::now()];
-    let budget = Budget { began, limit: 10 * second, timeout: 4 * second };
-    let at = |seconds: u32| began + seconds * second;
-    let steps = [0, 5, 7, 10, 20].map(|seconds| budget.step(at(seconds)));
+    let began = Instant::now();
+    let seconds = Duration::from_secs;
+    let budget = Budget { began, limit: seconds(10), timeout: seconds(4) };
+    let steps = [0, 5, 7, 10, 20].map(|after| budget.step(began + seconds(after)));
     let moment = Duration::from_millis(1);
-    assert_eq!(steps, [4 * second, 4 * second, 3 * second, moment, moment]);
-    assert_eq!([0, 9, 10, 11].map(|seconds| budget.is_spent(at(seconds))), [false, false, true, true]);
+    assert_eq!(steps, [seconds(4), seconds(4), seconds(3), moment, moment]);
+    assert_eq!([0, 9, 10, 11].map(|after| budget.is_spent(began + seconds(after))), [false, false, true, true]);
 }
