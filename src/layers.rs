@@ -115,7 +115,7 @@ const CUDA: [&str; 16] = [
 ];
 
 /// The modules of CRIU's plugin.
-const PLUGIN: [&str; 6] = ["accept", "sys", "rights", "trusted", "files", "hooks"];
+const PLUGIN: [&str; 8] = ["accept", "sys", "tracee", "ask", "rights", "trusted", "files", "hooks"];
 
 /// The modules of the engine.
 const ENGINE: [&str; 5] = ["steps", "launch", "parts", "snapshot", "restore"];

@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use crate::settings;
+use crate::policy;
 
 /// Of each process, by the pid that we see.
 #[derive(Debug, Clone, Default)]
@@ -74,13 +74,12 @@ fn bounds(line: &str) -> Option<(u64, u64)> {
 
 fn parse(smaps: &str, policies: &str) -> Vec<Range> {
     // Of memory without a policy of its own the kernel shows that of the thread.
-    let policy = |line| settings::policy_of(line);
-    let common = policies.lines().next().and_then(policy);
+    let common = policies.lines().next().and_then(policy::policy_of);
     let policies: BTreeMap<u64, &str> = policies
         .lines()
         .filter_map(|line| {
             let start = u64::from_str_radix(line.split(' ').next()?, 16).ok()?;
-            policy(line).filter(|policy| Some(*policy) != common).map(|policy| (start, policy))
+            policy::policy_of(line).filter(|policy| Some(*policy) != common).map(|policy| (start, policy))
         })
         .collect();
     let mut all: Vec<Range> = Vec::new();

@@ -16,6 +16,7 @@ mod answers;
 mod compare;
 mod format;
 mod multicast;
+mod policy;
 mod put_back;
 mod read;
 mod record;

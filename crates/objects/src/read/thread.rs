@@ -6,8 +6,8 @@ use rekindle_os::attributes;
 use rekindle_os::scheduling::Attributes;
 
 use super::{field, innermost, pending, text};
+use crate::policy;
 use crate::record::{self, Items};
-use crate::settings;
 
 /// What was read.
 #[derive(Debug)]
@@ -95,7 +95,7 @@ fn memory_policy(tid: i32) -> Option<String> {
     let mut bytes = [0; READ];
     let length = std::fs::File::open(format!("/proc/{tid}/numa_maps")).ok()?.read(&mut bytes).ok()?;
     let text = std::str::from_utf8(bytes.get(..length)?).ok()?;
-    settings::policy_of(text).map(ToOwned::to_owned)
+    policy::policy_of(text).map(ToOwned::to_owned)
 }
 
 /// Whether a thread is in a system call that changes which signals it blocks until it returns. The kernel shows the mask of the
