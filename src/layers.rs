@@ -89,7 +89,19 @@ const ETCD: [&str; 13] = [
 ];
 
 /// The modules of the record of kernel objects.
-const OBJECTS: [&str; 8] = ["table", "record", "compare", "format", "multicast", "settings", "put_back", "read"];
+const OBJECTS: [&str; 11] = [
+    "table",
+    "record",
+    "policy",
+    "answers",
+    "advice",
+    "compare",
+    "format",
+    "multicast",
+    "settings",
+    "put_back",
+    "read",
+];
 
 /// The modules for CRIU.
 const CRIU: [&str; 5] = ["log", "plugin", "proto", "image", "rpc"];

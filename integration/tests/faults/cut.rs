@@ -232,7 +232,7 @@ fn a_rank_that_never_comes_is_named_and_the_others_run_on() {
         let why = supervisor.said("the snapshot failed");
         let last = crate::rig::inner(pids[RANKS - 1]).unwrap();
         for words in [
-            "the ranks did not reach a common point of their NCCL communicators within 5s".to_owned(),
+            "the ranks did not reach a common point of their NCCL communicators within ".to_owned(),
             format!("rank {} (process {last}) has not started collective", RANKS - 1),
         ] {
             assert!(why.contains(&words), "not {words:?} in {why}");

@@ -261,6 +261,13 @@ impl Budget {
     }
 }
 
+/// As a message says it: what is left for a later attempt is no round number.
+fn in_tenths(time: Duration) -> Duration {
+    const TENTH: u128 = 100;
+    let tenths = (time.as_millis() + TENTH / 2) / TENTH;
+    Duration::from_millis(u64::try_from(tenths.max(1) * TENTH).unwrap_or(u64::MAX))
+}
+
 /// How often the lock is tried if the set of processes changes, or ranks block each other.
 const ATTEMPTS: u32 = 5;
 
@@ -489,7 +496,7 @@ impl Group {
         self.cut = match cut::reach(&self.outer_pids(), elsewhere, timeout, cancelled) {
             Ok(cut) => Some(cut),
             Err(NotReached::Counts) => None,
-            Err(NotReached::Late(who)) => return Err(Error::Late { timeout, who }),
+            Err(NotReached::Late(who)) => return Err(Error::Late { timeout: in_tenths(timeout), who }),
             Err(NotReached::Cancelled) => return Err(Error::Cancelled),
         };
         Ok(())

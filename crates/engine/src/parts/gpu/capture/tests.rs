@@ -47,6 +47,12 @@ fn another_program_is_noticed() {
 }
 
 #[test]
+fn a_message_has_tenths_of_seconds() {
+    let said = |ms| format!("{:?}", in_tenths(Duration::from_millis(ms)));
+    assert_eq!([4911, 5000, 4950, 1].map(said), ["4.9s", "5s", "5s", "100ms"]);
+}
+
+#[test]
 fn attempts_to_lock_share_a_budget_and_none_has_no_time() {
     let began = Instant::now();
     let seconds = Duration::from_secs;
