@@ -217,7 +217,7 @@ impl Tried {
     }
 
     /// Keeps the newest failure of a member, unless an earlier one says more. A server that refuses a certificate
-    /// closes the connection, and its reason does not always arrive. The last try ends early.
+    /// closes the connection, and its reason does not always arrive.
     pub(crate) fn add(&mut self, endpoint: &str, why: String) {
         let told = |(other, before): &(String, String)| other == endpoint && weight(before) > weight(&why);
         if self.failures.iter().any(told) {
@@ -225,6 +225,14 @@ impl Tried {
         }
         self.failures.retain(|(other, _)| other != endpoint);
         self.failures.push((endpoint.to_owned(), why));
+    }
+
+    /// Keeps a failure if the member has none yet. The last try ends early, with the time for the request: that says nothing
+    /// of the member.
+    pub(crate) fn add_first(&mut self, endpoint: &str, why: String) {
+        if !self.failures.iter().any(|(other, _)| other == endpoint) {
+            self.failures.push((endpoint.to_owned(), why));
+        }
     }
 
     pub(crate) fn text(&self) -> String {
@@ -317,9 +325,10 @@ mod tests {
     fn a_failure_that_tells_more_is_kept() {
         let certificate = "received fatal alert: BadCertificate";
         let mut tried = Tried::default();
-        for why in ["timed out", "InvalidContentType", "no connection within 0.0s"] {
+        for why in ["timed out", "InvalidContentType"] {
             tried.add("a", why.into());
         }
+        tried.add_first("a", "no connection within 2.6ms".into());
         assert_eq!(tried.text(), "a: InvalidContentType");
         for why in [certificate, "operation was canceled: connection closed"] {
             tried.add("a", why.into());
@@ -328,5 +337,16 @@ mod tests {
         tried.add("b", "timed out".into());
         tried.add("b", "no answer".into());
         assert_eq!(tried.text(), format!("a: {certificate}; b: no answer"));
+    }
+
+    #[test]
+    fn the_end_of_the_time_replaces_no_reason() {
+        let other = "it belongs to another cluster";
+        let mut tried = Tried::default();
+        tried.add("a", other.into());
+        for endpoint in ["a", "b"] {
+            tried.add_first(endpoint, "no connection within 2.6ms".into());
+        }
+        assert_eq!(tried.text(), format!("a: {other}; b: no connection within 2.6ms"));
     }
 }

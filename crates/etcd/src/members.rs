@@ -157,7 +157,7 @@ impl Members {
                     }
                     Ok(Err(Refusal::All(error))) => return Err(error),
                     Err(_) => {
-                        tried.add(self.address(member), format!("no connection within {left:.1?}"));
+                        tried.add_first(self.address(member), format!("no connection within {left:.1?}"));
                         continue;
                     }
                 };
