@@ -22,8 +22,7 @@ import tty
 folder = sys.argv[1]
 libc = ctypes.CDLL(None, use_errno=True)
 F_SETPIPE_SZ, F_GETPIPE_SZ, F_ADD_SEALS, F_GET_SEALS = 1031, 1032, 1033, 1034
-PR_MCE_KILL, PR_MCE_KILL_GET, PR_SET_CHILD_SUBREAPER = 33, 34, 36
-PR_SET_MEMORY_MERGE, PR_GET_MEMORY_MERGE, MEMBARRIER = 67, 68, 324
+PR_SET_CHILD_SUBREAPER, MEMBARRIER = 36, 324
 PR_SET_PDEATHSIG, PR_SET_TIMERSLACK, IOPRIO_SET, IOPRIO_GET = 1, 29, 251, 252
 
 handlers_stack = ctypes.create_string_buffer(1 << 16)
@@ -125,8 +124,6 @@ advised = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE)
 advised.madvise(mmap.MADV_DONTDUMP)
 advised.madvise(mmap.MADV_DONTFORK, 1 << 19)
 libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-libc.prctl(PR_MCE_KILL, 1, 1, 0, 0)
-libc.prctl(PR_SET_MEMORY_MERGE, 1, 0, 0, 0)
 inotify = libc.inotify_init1(0)
 libc.inotify_add_watch(inotify, folder.encode(), 0x400)
 
@@ -144,8 +141,6 @@ def values():
     yield "core dump filter", text("coredump_filter")
     yield "pipe size", fcntl.fcntl(reader, F_GETPIPE_SZ)
     yield "groups", os.getgroups()
-    yield "what it gets for a memory error", libc.prctl(PR_MCE_KILL_GET, 0, 0, 0, 0)
-    yield "merging of memory", libc.prctl(PR_GET_MEMORY_MERGE, 0, 0, 0, 0)
     yield "seals", fcntl.fcntl(memory, F_GET_SEALS)
 
 

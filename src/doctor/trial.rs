@@ -179,7 +179,7 @@ impl Trial<'_> {
             .ok_or_else(|| failure(&format!("`sleep` did not start within {} s", LIMIT.as_secs())))?;
         let ids: Vec<i32> = process::tree(job.root.pid()).into_iter().filter_map(process::inner_pid).collect();
         let root = process::inner_pid(job.root.pid()).ok_or_else(|| failure("`sleep` ended at once"))?;
-        // As for a snapshot.
+        // In a restore CRIU loads it, and for some jobs in a snapshot: here it shows whether it can.
         let devices = Devices::find();
         let folder = self.work.join(PLUGINS);
         plugin::unpack(&folder).map_err(failed("preparing"))?;

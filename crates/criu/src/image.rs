@@ -19,6 +19,7 @@ mod rewrite;
 mod sockets;
 mod streams;
 mod timers;
+mod told;
 mod unnamed;
 mod without_memory;
 
@@ -48,6 +49,7 @@ pub use queues::{Queues, Stuck, keep_in_flight};
 pub use sockets::{TcpSocket, close_connections, close_connections_outwards, tcp_sockets};
 pub use streams::{Behind, Unsent, behind, complete, set_unsent_apart, unsent};
 pub use timers::restart_timers;
+pub use told::told;
 pub use unnamed::{Known, Unnamed, UnnamedFiles};
 pub use without_memory::without_memory;
 

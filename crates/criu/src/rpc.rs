@@ -104,8 +104,8 @@ pub struct DumpOptions<'a> {
     pub ghost_limit: u32,
     /// Time limit for stopping all tasks; CRIU counts in seconds.
     pub freeze_timeout: Duration,
-    /// Our plugin, if this CRIU loads plugins. If it accepts devices, [`image::without_devices`] must be called before the
-    /// tasks are resumed.
+    /// Our plugin, if there are devices to accept. Then [`image::without_devices`] must be called before the tasks are
+    /// resumed.
     pub plugin: Option<Plugin<'a>>,
 }
 

@@ -1,4 +1,5 @@
-//! What only a thread itself can tell, as our plugin in CRIU has asked it (`native/plugin/src/ask.rs` has the format).
+//! What only a thread itself can tell: in a dump as the image has it, in a restore as our plugin in CRIU has asked it
+//! (`native/plugin/src/ask.rs` has the format).
 
 use std::collections::BTreeMap;
 
@@ -17,19 +18,14 @@ struct Told {
 
 /// Items that come from answers. Of those each thread, and each process, has the first.
 pub(crate) const OF_THREAD: [&str; 4] = ["alternate-stack", "rseq", "parent-death-signal", "clear-at-end"];
-pub(crate) const OF_PROCESS: [&str; 12] = [
+pub(crate) const OF_PROCESS: [&str; 7] = [
     "dumpable",
     "signal-actions",
     "interval-timers",
     "timer-times",
     "memory-barriers",
     "child-subreaper",
-    "write-execute",
-    "memory-merge",
     "secure-bits",
-    "time-stamp-counter",
-    "machine-check",
-    "io-flusher",
 ];
 
 /// Whether an item comes from an answer that is missing on one side: a CRIU that loads no plugins asks nobody.

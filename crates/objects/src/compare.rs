@@ -99,7 +99,7 @@ enum Kernel {
 
 /// Whether an item is missing because a kernel does not have it, and for no other reason.
 fn comes_with_the_kernel(item: &str) -> bool {
-    const ITEMS: [&str; 12] = [
+    const ITEMS: [&str; 9] = [
         "umask",
         "no-new-privileges",
         "seccomp",
@@ -109,9 +109,6 @@ fn comes_with_the_kernel(item: &str) -> bool {
         "memory-policy",
         "rseq",
         "memory-barriers",
-        "write-execute",
-        "memory-merge",
-        "io-flusher",
     ];
     ITEMS.contains(&item) || table::OPTIONS.iter().any(|option| option.name == item)
 }

@@ -21,14 +21,5 @@ pub fn setting(difference: &Difference) -> Option<Setting> {
 }
 
 /// What prctl(2) sets, with the option that sets it (linux/prctl.h).
-const OPTIONS: [(&str, u64); 9] = [
-    ("parent-death-signal", 1),
-    ("dumpable", 4),
-    ("time-stamp-counter", 26),
-    ("secure-bits", 28),
-    ("machine-check", 33),
-    ("child-subreaper", 36),
-    ("io-flusher", 57),
-    ("write-execute", 65),
-    ("memory-merge", 67),
-];
+const OPTIONS: [(&str, u64); 4] =
+    [("parent-death-signal", 1), ("dumpable", 4), ("secure-bits", 28), ("child-subreaper", 36)];

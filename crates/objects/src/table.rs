@@ -121,12 +121,7 @@ pub const ROWS: &[Row] = &[
     row(Process, "memory-barriers", "memory barriers that it has registered for (membarrier(2))", Equal, Refused),
     row(Process, "dumpable", "whether others may inspect it (prctl(2), PR_SET_DUMPABLE)", Equal, SetLater),
     row(Process, "child-subreaper", "whether it gets orphans (PR_SET_CHILD_SUBREAPER)", Equal, SetLater),
-    row(Process, "write-execute", "whether memory can become executable (PR_SET_MDWE)", Equal, SetLater),
-    row(Process, "memory-merge", "whether equal pages of its memory are merged (PR_SET_MEMORY_MERGE)", Equal, SetLater),
     row(Process, "secure-bits", "what root's ids mean for its capabilities (PR_SET_SECUREBITS)", Equal, SetLater),
-    row(Process, "time-stamp-counter", "whether it may read the time-stamp counter (PR_SET_TSC)", Equal, SetLater),
-    row(Process, "machine-check", "what it gets for a memory error (PR_MCE_KILL)", Equal, SetLater),
-    row(Process, "io-flusher", "whether it writes back memory for others (PR_SET_IO_FLUSHER)", Equal, SetLater),
     row(
         Process,
         "undo-list",

@@ -13,7 +13,7 @@ pub const COPY_THREADS: &str = "REKINDLE_COPY_THREADS";
 pub const KEEP_MEMORY: &str = "REKINDLE_KEEP_MEMORY";
 /// For the plugin, in CRIU: the devices that the plugin accepts.
 pub const DEVICES: &CStr = c"REKINDLE_DEVICES";
-/// For the plugin, in CRIU: the descriptor to which it writes what the stopped threads answer.
+/// For the plugin, in CRIU, in a restore: the descriptor to which it writes what the stopped threads answer.
 pub const ANSWERS: &CStr = c"REKINDLE_ANSWERS";
 /// For the plugin, in CRIU: the user with whose rights files are opened, as `UID:GID:GROUP,GROUP...`.
 pub const FILES_AS: &CStr = c"REKINDLE_FILES_AS";

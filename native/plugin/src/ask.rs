@@ -1,8 +1,9 @@
 //! Asks each stopped thread what only the thread itself can tell: by system calls that it executes for us.
 //!
-//! CRIU traces all threads, and a thread has one tracer. So the tracer asks: in a dump before it looks at them
-//! (`CHECKPOINT_DEVICES`), in a restore when they are complete and have not run (`RESUME_DEVICES_LATE`). The answers go to the
-//! descriptor that `REKINDLE_ANSWERS` names, as text, which `rekindle_objects` parses:
+//! CRIU traces all threads, and a thread has one tracer. So the tracer asks, in a restore, when the threads are complete and have
+//! not run (`RESUME_DEVICES_LATE`). Not in a dump: if CRIU is killed while a thread is asked, the thread goes on with registers of
+//! ours, which would harm the running job. A restored one is ended then. The answers go to the descriptor that
+//! `REKINDLE_ANSWERS` names, as text, which `rekindle_objects` parses:
 //!
 //! ```text
 //! thread 12                                  as CRIU sees it, which is in the job's PID namespace
@@ -19,7 +20,7 @@ use crate::accept;
 use crate::sys::{self, Base, Text, argument, number};
 use crate::tracee::{Stopped, Tracee};
 
-/// `CR_PLUGIN_HOOK__CHECKPOINT_DEVICES` and `CR_PLUGIN_HOOK__RESUME_DEVICES_LATE`.
+/// `CR_PLUGIN_HOOK__RESUME_DEVICES_LATE`.
 pub(crate) fn process(pid: i32) {
     let answers = sys::variable(variables::ANSWERS).and_then(accept::number).and_then(|fd| i32::try_from(fd).ok());
     let Some(answers) = answers else { return };
@@ -120,7 +121,7 @@ fn of_process(thread: &mut Stopped<'_>, report: &mut Report, caught: u64) -> Opt
     for (name, option, how) in PROCESS {
         report.option(thread, name, *option, *how);
     }
-    if let Some(registered) = thread.call(number::MEMBARRIER, [GET_REGISTRATIONS, 0, 0, 0]).filter(|it| *it >= 0) {
+    if let Some(registered) = thread.call(number::MEMBARRIER, [GET_REGISTRATIONS, 0, 0, 0]).filter(|it| *it > 0) {
         report.line(b"memory-barriers", &[registered.unsigned_abs() as u64], Base::Hexadecimal);
     }
     Some(())
@@ -160,16 +161,8 @@ enum Given {
 
 /// Values of prctl(2), with the options that get them. Some are a thread's own: others inherit them, and hardly any program
 /// gives its threads different ones.
-const PROCESS: &[(&[u8], usize, Given)] = &[
-    (b"dumpable", 3, Given::Result),
-    (b"child-subreaper", 37, Given::Memory),
-    (b"write-execute", 66, Given::Result),
-    (b"memory-merge", 68, Given::Result),
-    (b"secure-bits", 27, Given::Result),
-    (b"time-stamp-counter", 25, Given::Memory),
-    (b"machine-check", 34, Given::Result),
-    (b"io-flusher", 58, Given::Result),
-];
+const PROCESS: &[(&[u8], usize, Given)] =
+    &[(b"dumpable", 3, Given::Result), (b"child-subreaper", 37, Given::Memory), (b"secure-bits", 27, Given::Result)];
 
 /// The signals that a process has handlers for.
 fn caught(pid: i32) -> Option<u64> {

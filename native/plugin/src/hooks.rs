@@ -31,8 +31,8 @@ const BEGIN: *const c_void = begin as Begin as *const c_void;
 const NONE: *const c_void = core::ptr::null();
 const ACCEPT: *const c_void = accept as Hook as *const c_void;
 const ASK: *const c_void = ask as Hook as *const c_void;
-/// All hooks up to `CR_PLUGIN_HOOK__CHECKPOINT_DEVICES`, which is 11: CRIU 4.0 has no more.
-const HOOKS: usize = 12;
+/// All hooks up to `CR_PLUGIN_HOOK__RESUME_DEVICES_LATE`, which is 9.
+const HOOKS: usize = 10;
 
 /// `DUMP_EXT_FILE` is 2, `HANDLE_DEVICE_VMA` 7, `RESUME_DEVICES_LATE` 9.
 #[unsafe(no_mangle)]
@@ -40,8 +40,8 @@ pub static CR_PLUGIN_DESC: Descriptor = Descriptor {
     name: c"rekindle".as_ptr(),
     life: [BEGIN, NONE],
     version: 0x00_02_00,
-    max_hooks: 12,
-    hooks: [NONE, NONE, ACCEPT, NONE, NONE, NONE, NONE, ACCEPT, NONE, ASK, NONE, ASK],
+    max_hooks: 10,
+    hooks: [NONE, NONE, ACCEPT, NONE, NONE, NONE, NONE, ACCEPT, NONE, ASK],
 };
 
 /// The result if a plugin does not handle something, negated.

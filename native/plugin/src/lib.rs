@@ -1,6 +1,6 @@
 //! The plugin that CRIU loads.
 //!
-//! While CRIU has stopped all threads, the plugin asks each what only the thread itself can tell ([`ask`]), if
+//! In a restore, before the threads run, the plugin asks each what only the thread itself can tell ([`ask`]), if
 //! `REKINDLE_ANSWERS` names a descriptor for the answers.
 //!
 //! In a dump it makes CRIU accept NVIDIA's devices in processes that are not CUDA processes.

@@ -59,8 +59,6 @@ impl Asked {
 /// What the kernel had of the tasks while they stood still for a dump.
 pub(crate) struct Photographed {
     before: Raw,
-    /// What only the threads could tell.
-    asked: Option<Asked>,
     /// What they have when CRIU is done with them, and none has run.
     after: Option<Raw>,
 }
@@ -70,12 +68,7 @@ impl Photographed {
     pub(crate) fn read(root: i32, advice: Advice) -> Photographed {
         let mut before = Raw::read(&process::tree(root));
         before.add(advice);
-        Photographed { before, asked: None, after: None }
-    }
-
-    /// Adds what the threads have answered.
-    pub(crate) fn add(&mut self, asked: Asked) {
-        self.asked = Some(asked);
+        Photographed { before, after: None }
     }
 
     /// Reads it again, before the tasks run on.
@@ -83,17 +76,22 @@ impl Photographed {
         self.after = Some(Raw::read(&process::tree(root)));
     }
 
-    /// Writes the record into the folder of the image, and tells what the dump has changed. Returns the kinds of objects.
-    pub(crate) fn write(self, criu: &str, left_out: &LeftOut, image: &Beneath) -> io::Result<BTreeSet<String>> {
+    /// Writes the record into the folder of the image, with what the image has `told` of the threads, and tells what the dump has
+    /// changed. Returns the kinds of objects.
+    pub(crate) fn write(
+        self,
+        criu: &str,
+        told: &str,
+        left_out: &LeftOut,
+        image: &Beneath,
+    ) -> io::Result<BTreeSet<String>> {
         let mut record = self.before.record(criu);
         if let Some(after) = self.after {
             for line in lines("the snapshot has changed the running job", &changed(&record, &after.record(criu))) {
                 tracing::warn!("{line}. The image has what was before");
             }
         }
-        if let Some(asked) = self.asked {
-            record.add(asked.answers()?);
-        }
+        record.add(Answers::parse(told));
         for process in &mut record.processes {
             for descriptor in &mut process.descriptors {
                 if left_out.descriptors.contains(&(process.pid, descriptor.number)) {

@@ -23,7 +23,6 @@ use crate::parts::devices::Devices;
 use crate::parts::files::{nameless, record};
 use crate::parts::kept::capture::{self as kept, Copy};
 use crate::parts::landing;
-use crate::parts::objects::Asked;
 use crate::steps::{self, Failed, Step, Timer};
 use rekindle_criu::{self as criu, DumpOptions, Hooks, Notify, Place, Plugin};
 use rekindle_cuda::copier;
@@ -268,18 +267,15 @@ impl Freeze<'_> {
             timeout: options.dump_timeout,
         };
         let files = env.user().and_then(Identity::file_rights);
-        let devices = self.ready.devices.as_ref().map(Devices::list);
-        let is_needed = devices.is_some() || files.is_some();
-        let folder = (is_needed || subject.criu.loads_plugins()).then(|| subject.ours.work.plugins());
+        let folder = (self.ready.devices.is_some() || files.is_some()).then(|| subject.ours.work.plugins());
         folder.as_deref().map(plugin::unpack).transpose()?;
-        let asked = Asked::new().map_err(io("keep what the threads answer"))?;
-        let answers = Some(asked.to());
+        let devices = self.ready.devices.as_ref().map(Devices::list);
         let dump = DumpOptions {
             root: process::inner_pid(env.root()).ok_or(Error::JobEnded)?,
             tcp: self.seen.tcp,
             ghost_limit: options.ghost_limit,
             freeze_timeout: options.freeze_timeout,
-            plugin: folder.as_deref().map(|folder| Plugin { folder, devices, answers, files }),
+            plugin: folder.as_deref().map(|folder| Plugin { folder, devices, answers: None, files }),
         };
         let mut still = Still {
             env,
@@ -328,10 +324,7 @@ impl Freeze<'_> {
             (Err(criu::RunError::Hook { .. }), None) if (env.cancelled)() => return Err(Error::Cancelled),
             (Err(error), None) => return Err(error.into()),
         };
-        let mut moment = moment.ok_or_else(silent)?;
-        if let Some((had, _)) = &mut moment.objects {
-            had.add(asked);
-        }
+        let moment = moment.ok_or_else(silent)?;
         let frozen = Beneath::root(&work, Owners::Any).map(|dir| criu::image::frozen_time(&dir).unwrap_or_default());
         let frozen = frozen.unwrap_or_default();
         let saved = image.join("dump.log").create_new(0o600);
@@ -383,7 +376,8 @@ impl Frozen<'_> {
         if let Some((had, left_out)) = self.dumped.moment.objects.take() {
             let what = "write the record of what the job had".to_owned();
             let version = self.env.subject.criu.version.to_string();
-            self.kinds = had.write(&version, &left_out, image).map_err(|source| Error::Io { what, source })?;
+            let told = criu::image::told(&image.join(CRIU_DIR))?;
+            self.kinds = had.write(&version, &told, &left_out, image).map_err(|source| Error::Io { what, source })?;
         }
         self.seen.contents.complete(image).map_err(copied)?;
         let criu = image.join(CRIU_DIR);

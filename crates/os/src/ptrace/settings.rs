@@ -16,9 +16,6 @@ pub enum Setting {
     Option(u64, u64),
 }
 
-/// `PR_MCE_KILL` and `PR_MCE_KILL_SET`
-const MCE_KILL: u64 = 33;
-const MCE_KILL_SET: u64 = 1;
 /// How many nodes a policy may have: `MAX_NUMNODES` of the largest kernels.
 const NODES: u32 = 1024;
 const BYTES: usize = 128;
@@ -35,8 +32,6 @@ pub fn set(pid: i32, tid: i32, setting: &Setting) -> io::Result<()> {
         Setting::MemoryPolicy(mode, nodes) if nodes.is_empty() => {
             guest.call(libc::SYS_set_mempolicy, [u64::from(*mode), 0, 0])
         }
-        // Its value comes behind a command.
-        Setting::Option(option @ MCE_KILL, value) => guest.call(libc::SYS_prctl, [*option, MCE_KILL_SET, *value]),
         Setting::Option(option, value) => guest.call(libc::SYS_prctl, [*option, *value, 0]),
         Setting::MemoryPolicy(mode, nodes) => {
             let mut mask = [0_u8; BYTES];
