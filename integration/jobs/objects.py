@@ -107,8 +107,10 @@ libc.prctl(PR_SET_TIMERSLACK, 1234)
 libc.syscall(IOPRIO_SET, 1, 0, 3 << 13)
 with open("/proc/self/coredump_filter", "w") as filter:
     filter.write("0x7f")
-signal.signal(signal.SIGUSR1, lambda *_: None)
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+# The kernel takes the handler of a blocked signal away if it forces the signal, as a single step of a tracer does with SIGTRAP.
+for number in signal.SIGUSR1, signal.SIGTRAP:
+    signal.signal(number, lambda *_: None)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2, signal.SIGTRAP])
 for _ in range(2):
     threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
 os.umask(0o027)

@@ -356,7 +356,7 @@ mod tests {
 
     const SOON: Duration = Duration::from_secs(5);
 
-    struct Reaped(Child);
+    pub(super) struct Reaped(pub(super) Child);
 
     impl Drop for Reaped {
         fn drop(&mut self) {

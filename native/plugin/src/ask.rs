@@ -243,7 +243,7 @@ mod tests {
         let script = "import ctypes, signal, sys, threading\n\
             libc = ctypes.CDLL(None)\n\
             libc.prctl(1, 9)\n\
-            signal.signal(signal.SIGUSR1, lambda *_: None)\n\
+            [signal.signal(number, lambda *_: None) for number in (signal.SIGUSR1, signal.SIGTRAP)]\n\
             signal.setitimer(signal.ITIMER_REAL, 5000)\n\
             timer = ctypes.c_void_p()\n\
             libc.timer_create(1, None, ctypes.byref(timer))\n\
@@ -286,6 +286,8 @@ mod tests {
         child.wait().unwrap();
         assert_eq!(text.lines().filter(|line| line.starts_with("thread ")).count(), 4, "{text}");
         let has = |line: &str| text.lines().any(|it| it.starts_with(line));
+        // The handler of SIGTRAP, too: the kernel takes that of a blocked signal away if it forces the signal.
+        assert_eq!(text.lines().filter(|line| line.starts_with("signal 5 ")).count(), 2, "{text}");
         let lines = ["parent-death-signal 9", "signal a ", "signal 11 0 ", "interval-timer 0 0 4", "timer 0 0 0"];
         assert!(lines.into_iter().all(has), "{text}");
         assert!(

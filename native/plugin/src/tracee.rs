@@ -7,9 +7,9 @@ use core::mem::MaybeUninit;
 
 use crate::sys::{self, Text, argument, number};
 
-const PTRACE_SINGLESTEP: usize = 9;
 const PTRACE_GETREGS: usize = 12;
 const PTRACE_SETREGS: usize = 13;
+const PTRACE_SYSCALL: usize = 24;
 const PTRACE_GETSIGMASK: usize = 0x420a;
 const PTRACE_SETSIGMASK: usize = 0x420b;
 const PTRACE_GET_RSEQ_CONFIGURATION: usize = 0x420f;
@@ -18,8 +18,8 @@ const PTRACE_GET_RSEQ_CONFIGURATION: usize = 0x420f;
 const SYSCALL: [u8; 2] = [0x0f, 0x05];
 /// The code segment of 64-bit programs.
 const SEGMENT: u64 = 0x33;
-/// Upper limit of steps: one for the call, and one for each stop that comes first.
-const STEPS: usize = 100;
+/// Upper limit of stops: two for the call, and those that come first.
+const STOPS: usize = 100;
 /// Bytes of a system call's answer, at most.
 const ANSWER: usize = 32;
 
@@ -157,18 +157,20 @@ impl<'a> Stopped<'a> {
             ..self.registers
         };
         set(PTRACE_SETREGS, self.tid, 0, &wanted)?;
-        for _ in 0..STEPS {
-            if ptrace(PTRACE_SINGLESTEP, self.tid, 0, 0) != 0 {
+        let mut has_entered = false;
+        for _ in 0..STOPS {
+            // Not PTRACE_SINGLESTEP, which forces a SIGTRAP: the kernel takes the handler of a blocked signal away then.
+            if ptrace(PTRACE_SYSCALL, self.tid, 0, 0) != 0 {
                 return None;
             }
-            self.signal = match wait(self.tid)? {
-                TRAP => self.signal,
-                other => other,
-            };
+            let stop = wait(self.tid)?;
             let now = registers(self.tid)?;
-            // Otherwise it stopped for a signal before it did anything.
-            if now.rip != wanted.rip {
-                return Some(now.rax.cast_signed() as isize);
+            match stop {
+                Stop::Signal(signal) => self.signal = signal,
+                // It stops at the entry and at the exit. Before the instruction it can stop for something else.
+                Stop::Trap if now.rip != wanted.rip && has_entered => return Some(now.rax.cast_signed() as isize),
+                Stop::Trap => has_entered = now.rip != wanted.rip,
+                Stop::Event => {}
             }
         }
         None
@@ -223,10 +225,19 @@ fn set<T: Copy>(request: usize, tid: i32, address: usize, value: &T) -> Option<(
     (ptrace(request, tid, address, core::ptr::from_ref(value).addr()) >= 0).then_some(())
 }
 
-const TRAP: i32 = 5;
+/// Why a thread has stopped.
+enum Stop {
+    /// At a system call; the signal itself is blocked.
+    Trap,
+    /// What ptrace(2) calls an event.
+    Event,
+    Signal(i32),
+}
 
-/// Waits until it stops, and returns for which signal: [`TRAP`] also for what ptrace(2) calls an event.
-fn wait(tid: i32) -> Option<i32> {
+fn wait(tid: i32) -> Option<Stop> {
+    const TRAP: u32 = 5;
+    /// With PTRACE_O_TRACESYSGOOD.
+    const AT_CALL: u32 = TRAP | 0x80;
     const ALL: usize = 0x4000_0000;
     const EINTR: isize = -4;
     loop {
@@ -236,8 +247,11 @@ fn wait(tid: i32) -> Option<i32> {
         match unsafe { sys::call(number::WAIT4, arguments) } {
             EINTR => {}
             result if result == tid as isize && status & 0xff == 0x7f => {
-                let is_event = status >> 16 != 0;
-                return Some(if is_event { TRAP } else { (status >> 8 & 0xff) as i32 });
+                return Some(match status >> 8 {
+                    TRAP | AT_CALL => Stop::Trap,
+                    signal @ ..=0xff => Stop::Signal(signal.cast_signed()),
+                    _ => Stop::Event,
+                });
             }
             _ => return None,
         }

@@ -18,8 +18,8 @@ const SYSCALL: [u8; 2] = [0x0f, 0x05];
 const CHUNK: usize = 1 << 20;
 /// How long the thread may take to stop again, on an overloaded machine.
 const STOPS_AGAIN: Duration = Duration::from_secs(10);
-/// Upper limit of steps: one for the call, and one for each pending stop.
-const STEPS: usize = 100;
+/// Upper limit of stops: two for the call, and one for each pending one.
+const STOPS: usize = 100;
 
 /// A process with stopped threads.
 #[derive(Debug)]
@@ -159,12 +159,16 @@ impl Guest<'_> {
             ..self.registers
         };
         ptrace(libc::PTRACE_SETREGS, self.tid, 0, (&raw const wanted).addr())?;
-        for _ in 0..STEPS {
-            ptrace(libc::PTRACE_SINGLESTEP, self.tid, 0, 0)?;
-            wait_for_stop(self.tid)?;
+        let mut has_entered = false;
+        for _ in 0..STOPS {
+            // Not PTRACE_SINGLESTEP, which forces a SIGTRAP: the kernel takes the handler of a blocked signal away then.
+            ptrace(libc::PTRACE_SYSCALL, self.tid, 0, 0)?;
+            let signal = wait_for_stop(self.tid)?;
             let now = registers(self.tid)?;
-            // Otherwise it stopped for a signal before it did anything.
-            if now.rip != self.host.instruction {
+            // Otherwise it stopped for something else before it did anything.
+            let is_call = signal == libc::SIGTRAP && now.rip != self.host.instruction;
+            // It stops at the entry and at the exit.
+            if is_call && std::mem::replace(&mut has_entered, true) {
                 let result = now.rax.cast_signed();
                 return match i32::try_from(-result) {
                     Ok(code) if result < 0 => Err(io::Error::from_raw_os_error(code)),

@@ -53,24 +53,30 @@ mod tests {
 
     use super::*;
     use crate::process;
+    use crate::ptrace::tests::Reaped;
     use crate::ptrace::{go_on, stop};
 
     #[test]
     fn another_process_sets_it_and_goes_on_as_before() {
-        let mut child = Command::new("sh")
-            .args(["-c", "while :; do read line && echo got $line; done"])
+        let shell = Command::new("sh")
+            .args(["-c", "trap 'echo trapped' TRAP; while :; do read line && echo got $line; done"])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let pid = child.id().cast_signed();
+            .spawn();
+        let mut child = Reaped(shell.unwrap());
+        let pid = child.0.id().cast_signed();
         let mut answers = || {
-            io::Write::write_all(child.stdin.as_mut().unwrap(), b"line\n").unwrap();
+            io::Write::write_all(child.0.stdin.as_mut().unwrap(), b"line\n").unwrap();
             let mut answer = [0; 9];
-            io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut answer).unwrap();
+            io::Read::read_exact(child.0.stdout.as_mut().unwrap(), &mut answer).unwrap();
             assert_eq!(&answer, b"got line\n");
         };
         answers();
+        let handlers = || {
+            let status = process::text(pid, "status").unwrap();
+            status.lines().find(|line| line.starts_with("SigCgt:")).unwrap().to_owned()
+        };
+        let had = handlers();
         stop(pid, Duration::from_secs(5)).unwrap();
         set(pid, pid, &Setting::Personality(0x0004_0000)).unwrap();
         assert_eq!(process::text(pid, "personality").unwrap().trim(), "00040000");
@@ -89,9 +95,9 @@ mod tests {
                 assert!(policy().contains(" default "), "{}", policy());
             }
         }
+        // The kernel takes the handler of a blocked signal away if it forces the signal, as a single step does with SIGTRAP.
+        assert_eq!(handlers(), had);
         go_on(pid).unwrap();
         answers();
-        child.kill().unwrap();
-        child.wait().unwrap();
     }
 }
