@@ -28,7 +28,6 @@ mod show;
 mod status;
 mod stop;
 mod tag;
-mod top;
 mod trust;
 mod unmark;
 mod usage;
@@ -154,8 +153,6 @@ enum Command {
         #[arg(add = complete::images())]
         image: String,
     },
-    /// Watch all jobs in the terminal: q quits, ? helps, arrows select, Enter shows recent events of a job
-    Top,
     /// Write an HTML page about a job's time: goodput, freezes, failures, the store
     Report(report::ReportArgs),
     /// Check that the images are complete; with --read-data, check every byte
@@ -222,7 +219,7 @@ fn command() -> clap::Command {
         if part.get_subcommands().next().is_some() { part } else { part.arg(json) }
     };
     let command =
-        ["logs", "top", "completions"].iter().fold(Cli::command(), |all, name| all.mut_subcommand(name, silent));
+        ["logs", "completions"].iter().fold(Cli::command(), |all, name| all.mut_subcommand(name, silent));
     examples::add(command.mut_subcommand("config", |config| config.mut_subcommand("check", silent)))
 }
 
@@ -292,7 +289,6 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
         Command::Logs(args) => logs::logs(global, args),
         Command::List(args) => list::list(global, args),
         Command::Show { image } => show::show(global, image),
-        Command::Top => top::top(global),
         Command::Report(args) => report::report(global, args),
         Command::Verify(args) => verify::verify(global, args),
         Command::Repair(args) => repair::repair(global, args),
@@ -368,7 +364,7 @@ mod tests {
     fn json_is_not_shown_where_it_does_nothing() {
         let mut all = command();
         all.build();
-        for (name, shown) in [("logs", false), ("top", false), ("completions", false), ("status", true), ("run", true)]
+        for (name, shown) in [("logs", false), ("completions", false), ("status", true), ("run", true)]
         {
             let help = all.find_subcommand_mut(name).unwrap().render_long_help().to_string();
             assert_eq!(help.contains("--json"), shown, "{help}");

@@ -4,4 +4,3 @@ pub(crate) mod clean;
 pub mod events;
 pub(crate) mod log;
 pub(crate) mod metrics;
-pub(crate) mod tail;

@@ -38,7 +38,7 @@ ENDLESS = {
     r"rekindle status .*--watch": r"train +running",
 }
 # Commands for a terminal, and the keys that end them.
-KEYS = {"top": b"q", "rm": b"y\n"}
+KEYS = {"rm": b"y\n"}
 ONLY_OPTIONS = re.compile(r"rekindle run( --[a-z-]+( [\w=]+)?)+")
 
 

@@ -97,7 +97,6 @@ const EXAMPLES: &[(&str, &[Example])] = &[
             ("rekindle show train/best --json", "Show the image with this tag, for a program"),
         ],
     ),
-    ("top", &[("rekindle top", "Watch all jobs")]),
     (
         "report",
         &[

@@ -5,7 +5,6 @@ use serde::Serialize;
 
 use super::output::time;
 use crate::published::{Group, GroupMember, Published, in_words};
-use crate::report::words;
 use rekindle_base::interval::Choice;
 use rekindle_store::manifest::GroupPart;
 use rekindle_store::{ImageId, JobFolder};
@@ -31,22 +30,6 @@ pub(super) fn notes(group: &Group, interval: Option<&Choice>, now: DateTime<Utc>
     notes.extend(interval.map(|choice| format!("interval {choice}")));
     notes.extend(waits_for.iter().map(|what| format!("the group waits for {what}")));
     notes
-}
-
-/// The group of a running job in one line, for `top`.
-pub(super) fn summary(group: &Group, now: DateTime<Utc>) -> String {
-    let Group { name, size, epoch, members, .. } = group;
-    let image = match group.newest_committed() {
-        None => "no group image is committed".to_owned(),
-        Some(image) => {
-            let age = image.taken().map(|taken| time((now - taken).num_seconds().max(0)));
-            format!("group image {}{}", image.number, age.map(|age| format!(", {age} ago")).unwrap_or_default())
-        }
-    };
-    let slowest =
-        group.slowest().map(|(member, us)| format!("; the slowest freeze is {} on {member}", words::time(us)));
-    let (there, slowest) = (members.len(), slowest.unwrap_or_default());
-    format!("group {name}: {there} of {size} machines, epoch {epoch}; {image}{slowest}")
 }
 
 /// What the job's supervisor, or the last one, has published about its group.
@@ -130,10 +113,6 @@ mod tests {
         let said = notes(&Group { images, missing, waits_for, ..group() }, None, now);
         assert_eq!(said[0], "group bert: rank 2 of 3 machines, epoch 2; no group image is committed");
         assert!(said.len() == 2 && !said[1].contains("missing"), "{said:?}");
-        assert_eq!(
-            summary(&group(), now),
-            "group bert: 2 of 3 machines, epoch 2; group image 7, 1m 15s ago; the slowest freeze is 1.50 s on rank 2 (c)"
-        );
     }
 
     #[test]

@@ -1,17 +1,17 @@
 //! `rekindle status`: the state of jobs, from their supervisors, or how their last run ended.
 
-use std::io::{IsTerminal, Write, stdout};
+use std::io::{self, IsTerminal, Write, stdout};
 use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use chrono::{DateTime, TimeDelta, Utc};
+use chrono::{DateTime, Local, TimeDelta, Utc};
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 
 use super::find::{self, Finder, PATIENCE, Refused};
 use super::list::NOT_REHEARSED;
-use super::output::{Column, Format, is_unread, print_json, print_note, print_table, print_text, time};
+use super::output::{Column, Format, complain, is_unread, print_json, print_note, print_table, print_text, time};
 use super::{Exit, Global, complete, ended, group};
 use crate::control::client;
 use crate::control::protocol::{Answer, Request};
@@ -127,52 +127,71 @@ impl Shown {
 
 pub(super) fn status(global: &Global, args: &StatusArgs) -> anyhow::Result<Exit> {
     let finder = Finder::new(global)?;
+    if !args.watch {
+        let refused = look(&finder, args, global.format())?;
+        return Refused::end(refused).map(|()| Exit::Success);
+    }
+    let is_drawn = global.format() == Format::Text && stdout().is_terminal();
+    let mut is_first = true;
     loop {
-        let (folders, mut refused) = match &args.job {
-            Some(job) => (vec![finder.job(job)?], Vec::new()),
-            None => finder.jobs()?.all(&finder),
-        };
-        let rows = rows(&folders, args.job.is_some(), &mut refused)?;
-        if args.watch && global.format() == Format::Text && stdout().is_terminal() {
-            // Moves the cursor to the top left and clears the screen (ECMA-48 CUP, ED).
+        if is_drawn {
+            // Moves the cursor to the top left and clears the screen (ECMA-48 CUP, ED): ED 2 would fill what the terminal keeps.
             let mut out = stdout().lock();
-            let _ = out.write_all(b"\x1b[H\x1b[2J").and_then(|()| out.flush());
+            let _ = out.write_all(b"\x1b[H\x1b[J").and_then(|()| out.flush());
         }
-        match (rows.is_empty(), global.format()) {
-            (true, Format::Text) => print_text(&find::no_jobs(&finder))?,
-            (_, format) => {
-                let stores = finder.names_stores(rows.iter().map(|row| row.store.as_path()));
-                print(&rows, args.job.is_some(), stores, format)?;
-                if let (Some(_), [folder], [Row { source: "record", why, .. }], Format::Text) =
-                    (&args.job, &folders[..], &rows[..], format)
-                {
-                    let how = match why {
-                        // A note has told it.
-                        Some(_) => "its".to_owned(),
-                        None => format!("{}. Its", ended::how(folder)?),
-                    };
-                    let (store, next) = (folder.store().display(), ended::capital(&ended::next(folder)?));
-                    print_note(folder.name().as_str(), &format!("{how} store is {store}. {next}"))?;
-                }
+        // It may be left open for days: a disk that does not answer for a moment must not end it. Without a reader it ends.
+        match look(&finder, args, global.format()) {
+            Ok(refused) if global.format() == Format::Text => {
+                refused.iter().try_for_each(|it| print_note(it.job.as_str(), &chain(it.error.as_ref())))?;
             }
+            Ok(_) => {}
+            Err(error) if is_first || error.is::<io::Error>() => return Err(error),
+            Err(error) => complain(&chain(error.as_ref())),
         }
-        if args.watch && global.format() == Format::Text {
-            refused.iter().try_for_each(|it| print_note(it.job.as_str(), &chain(it.error.as_ref())))?;
-        }
-        if args.job.is_none() && global.format() == Format::Text {
-            for left in finder.left_elsewhere() {
-                let name = format!("job {} in {}", left.job, left.store.display());
-                print_note(&name, &format!("{left}: {}", left.advice()))?;
-            }
-        }
-        if !args.watch {
-            return Refused::end(refused).map(|()| Exit::Success);
+        is_first = false;
+        if is_drawn {
+            let (now, every) = (Local::now().format("%H:%M:%S"), humantime::format_duration(args.every));
+            print_text(&format!("\n{now}, every {every}. Ctrl-C ends this"))?;
         }
         std::thread::sleep(args.every);
         if is_unread(stdout().as_fd()) {
             return Ok(Exit::Success);
         }
     }
+}
+
+/// Prints the state of the jobs once. Returns those that cannot be read.
+fn look(finder: &Finder, args: &StatusArgs, format: Format) -> anyhow::Result<Vec<Refused>> {
+    let (folders, mut refused) = match &args.job {
+        Some(job) => (vec![finder.job(job)?], Vec::new()),
+        None => finder.jobs()?.all(finder),
+    };
+    let rows = rows(&folders, args.job.is_some(), &mut refused)?;
+    if rows.is_empty() && format == Format::Text {
+        print_text(&find::no_jobs(finder))?;
+    } else {
+        let stores = finder.names_stores(rows.iter().map(|row| row.store.as_path()));
+        print(&rows, args.job.is_some(), stores, format)?;
+    }
+    if format == Format::Json {
+        return Ok(refused);
+    }
+    if let (Some(_), [folder], [Row { source: "record", why, .. }]) = (&args.job, &folders[..], &rows[..]) {
+        let how = match why {
+            // A note has told it.
+            Some(_) => "its".to_owned(),
+            None => format!("{}. Its", ended::how(folder)?),
+        };
+        let (store, next) = (folder.store().display(), ended::capital(&ended::next(folder)?));
+        print_note(folder.name().as_str(), &format!("{how} store is {store}. {next}"))?;
+    }
+    if args.job.is_none() {
+        for left in finder.left_elsewhere() {
+            let name = format!("job {} in {}", left.job, left.store.display());
+            print_note(&name, &format!("{left}: {}", left.advice()))?;
+        }
+    }
+    Ok(refused)
 }
 
 /// The rows of the jobs, sorted. One that cannot be read is put to the `refused`, unless it was `named`.

@@ -111,7 +111,7 @@ fn other_name(typed: &str) -> Option<&'static str> {
         "fix" => "`rekindle repair JOB` repairs damaged images",
         "init" | "setup" | "install" => "nothing needs to be set up: `rekindle doctor` checks this machine",
         "version" => "use `rekindle --version`",
-        "monitor" | "watch" => "`rekindle top` and `rekindle status --watch` show jobs live",
+        "monitor" | "watch" | "top" => "`rekindle status --watch` shows jobs live",
         "history" | "events" | "stats" => "`rekindle report JOB` shows where a job's time went",
         _ => return None,
     })

@@ -1,4 +1,4 @@
-//! The state of a job as lists, `top` and the report show it: also that of a job without a supervisor.
+//! The state of a job as lists and the report show it: also that of a job without a supervisor.
 
 use std::fmt;
 

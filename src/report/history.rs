@@ -426,12 +426,10 @@ impl History {
     }
 
     /// Microseconds of each kind, in the order of [`Kind::ALL`]: [`History::until`] added up.
-    #[must_use]
+    #[cfg(test)]
     pub(crate) fn sums(&self, now: Option<DateTime<Utc>>) -> [u64; 6] {
-        Kind::ALL.map(|kind| {
-            let of = |span: &&Span| span.kind == kind;
-            self.timeline.spans().iter().chain(self.last(now).as_ref()).filter(of).map(Span::length).sum()
-        })
+        let spans = self.until(now);
+        Kind::ALL.map(|kind| spans.iter().filter(|span| span.kind == kind).map(Span::length).sum())
     }
 
     /// The stretch that is not over yet.

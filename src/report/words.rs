@@ -40,15 +40,6 @@ pub(crate) fn time(us: u64) -> String {
     }
 }
 
-/// The same in whole seconds, for values that change all the time.
-#[must_use]
-pub(crate) fn whole(us: u64) -> String {
-    match us / 1_000_000 {
-        seconds @ 0..60 => format!("{seconds} s"),
-        _ => time(us),
-    }
-}
-
 /// A share in millionths.
 #[must_use]
 pub(crate) fn share(ppm: u64) -> String {

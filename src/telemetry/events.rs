@@ -482,11 +482,6 @@ impl Lines {
         }
     }
 
-    /// As [`Lines::read_newest`], with as much as a journal of ours can have.
-    pub(super) fn read(&mut self, file: &mut File, events: &mut Vec<Event>) -> io::Result<()> {
-        self.read_newest(file, MOST, events)
-    }
-
     fn add(&mut self, bytes: &[u8]) {
         if self.is_skipped || self.partial.len() + bytes.len() > MAX_LINE {
             (self.partial, self.is_skipped) = (Vec::new(), true);

@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::process::Output;
+use std::process::{Output, Stdio};
 
 use nix::sys::signal::Signal;
 use rekindle_store::retention::survey::Survey;
@@ -516,28 +516,47 @@ fn what_is_missing_is_said() {
 
 /// A terminal that is closed, as by a lost connection: its end of file comes again and again.
 #[test]
-fn top_ends_with_its_terminal() {
+fn status_that_watches_ends_with_its_terminal() {
     let Some(lab) = Lab::new() else { return };
     lab.run(["true"]).ends_with(0);
-    let script = "import os, pty, sys, time
+    let script = "import os, pty, sys
 pid, fd = pty.fork()
 if pid == 0:
     os.execvp(sys.argv[1], sys.argv[1:])
 seen = b''
-while b'rekindle top' not in seen:
+while b'Ctrl-C' not in seen:
     seen += os.read(fd, 4096)
 os.close(fd)
-for _ in range(200):
-    time.sleep(0.1)
-    if os.waitpid(pid, os.WNOHANG)[0]:
-        sys.exit(0)
-os.kill(pid, 9)
-sys.exit('it hangs')";
-    let command = lab.command(["top"]).get_program().to_owned();
+os.waitpid(pid, 0)";
+    let command = lab.command(["status"]).get_program().to_owned();
     let mut python = std::process::Command::new(crate::supervisor::python().unwrap());
-    python.args(["-c", script]).arg(&command).arg("top").envs(lab.variables());
+    python.args(["-c", script]).arg(&command).args(["status", "--watch", "--every", "100ms"]).envs(lab.variables());
     let (code, _, said) = text(&python.output().unwrap());
     assert!(code == 0, "{code} {said}");
+}
+
+/// It is left open for days.
+#[test]
+fn status_that_watches_outlives_a_store_that_is_away() {
+    use std::io::BufRead;
+    let Some(lab) = Lab::new() else { return };
+    lab.run(["true"]).ends_with(0);
+    let mut command = lab.command(["status", "j", "--watch", "--every", "100ms"]);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut said = std::io::BufReader::new(child.stderr.take().unwrap()).lines();
+    let mut shown = std::io::BufReader::new(child.stdout.take().unwrap()).lines();
+    let mut sees = || assert!(shown.by_ref().any(|line| line.unwrap().contains("completed")));
+    sees();
+    let away = lab.file("away");
+    fs::rename(lab.store(), &away).unwrap();
+    assert!(said.any(|line| line.unwrap().contains("store")));
+    fs::rename(&away, lab.store()).unwrap();
+    // What is in the pipe may be of before.
+    for _ in 0..3 {
+        sees();
+    }
+    drop(shown);
+    assert!(child.wait().unwrap().success());
 }
 
 /// A folder of somebody else's, and one in which no job has ever run, hide no job of the store.

@@ -1,13 +1,9 @@
 //! What the journal of a job says of its life.
 
-use std::io::{Read, Write};
-use std::process::{Command, Stdio};
-use std::sync::{Arc, Mutex};
-
 use rekindle::telemetry::events::{What, read};
 
 use crate::kinds::{count_on, finish, until_after_snapshot};
-use crate::supervisor::{Lab, wait_for};
+use crate::supervisor::Lab;
 
 fn names(lab: &Lab) -> Vec<String> {
     let events = read(&lab.job().log_dir()).unwrap();
@@ -95,48 +91,6 @@ fn a_report_adds_up_what_was_told() {
     {
         assert_eq!(lab.rekindle(&wrong).status.code(), Some(2), "{wrong:?}");
     }
-}
-
-#[test]
-fn top_draws_on_a_terminal_and_leaves_it_as_it_was() {
-    let Some(lab) = Lab::new() else { return };
-    let run = until_after_snapshot(&lab, "plain");
-    let out = lab.rekindle(&["top"]);
-    assert_eq!(out.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&out.stderr).contains("status --watch"), "{out:?}");
-    // A terminal of its own, by script(1).
-    let (rekindle, store) = (env!("CARGO_BIN_EXE_rekindle"), lab.store());
-    let command = format!("stty cols 100 rows 20; exec '{rekindle}' --store '{}' top", store.display());
-    let mut child = Command::new("timeout")
-        .args(["140", "script", "-qefc", &command, "/dev/null"])
-        .env("TERM", "xterm")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let drawn = Arc::new(Mutex::new(Vec::new()));
-    let (into, mut from) = (Arc::clone(&drawn), child.stdout.take().unwrap());
-    let reader = std::thread::spawn(move || {
-        let mut buffer = [0; 4096];
-        while let Ok(count @ 1..) = from.read(&mut buffer) {
-            into.lock().unwrap().extend_from_slice(&buffer[..count]);
-        }
-    });
-    let said = || String::from_utf8_lossy(&drawn.lock().unwrap()).into_owned();
-    wait_for("the job is drawn", || said().contains("GOODPUT") && said().contains("running"));
-    let mut keys = child.stdin.take().unwrap();
-    keys.write_all(b"\r").unwrap();
-    wait_for("its events are drawn", || said().contains("snapshot taken") && said().contains("Esc back"));
-    keys.write_all(b"q").unwrap();
-    wait_for("it ends", || child.try_wait().unwrap().is_some());
-    assert!(child.wait().unwrap().success());
-    reader.join().unwrap();
-    let said = said();
-    let at = |code: &str| said.rfind(code).unwrap_or_else(|| panic!("{code:?} is not in {said:?}"));
-    // Into another screen, and back from it with the cursor and the wrapping of lines, after all else.
-    assert!(at("\u{1b}[?1049h") < at("GOODPUT") && at("GOODPUT") < at("\u{1b}[?1049l"));
-    assert!(at("Esc back") < at("\u{1b}[?25h") && at("Esc back") < at("\u{1b}[?7h"));
-    finish(&lab, run);
 }
 
 /// A program that asked for JSON gets nothing else on standard output.
