@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Sends a failure of a job to a chat or a phone: a hook for services that do not accept rekindle's own webhook.
+"""Sends a failure of a job to a chat or a phone: a hook.
 
     [hooks]
     on-failure = ["/usr/local/lib/rekindle/notify.py", "discord", "/etc/rekindle/notify.address"]
 
-The first argument is the service (discord, teams or ntfy). The second is a file that contains the address, which is
+The first argument is the service (slack, also for Mattermost, discord, teams or ntfy). The second is a file that contains the address, which is
 often a secret: give the file mode 0600. The hook reads one JSON document from standard input (docs/hooks.md).
 """
 
@@ -21,6 +21,7 @@ def request(service, address, document):
         headers = {"Title": "rekindle", "Priority": "high", "Content-Type": "text/plain; charset=utf-8"}
         return urllib.request.Request(address, text.encode(), headers)
     bodies = {
+        "slack": {"text": text},
         # A message of Discord has at most 2000 characters.
         "discord": {"content": text[:2000]},
         # A workflow of Teams that was made from "post to a channel when a webhook request is received".
@@ -42,8 +43,8 @@ def request(service, address, document):
 
 
 def main():
-    if len(sys.argv) != 3 or sys.argv[1] not in ("discord", "teams", "ntfy"):
-        sys.exit(f"usage: {sys.argv[0]} discord|teams|ntfy FILE-WITH-THE-ADDRESS")
+    if len(sys.argv) != 3 or sys.argv[1] not in ("slack", "discord", "teams", "ntfy"):
+        sys.exit(f"usage: {sys.argv[0]} slack|discord|teams|ntfy FILE-WITH-THE-ADDRESS")
     service, file = sys.argv[1:]
     address = Path(file).read_text().strip()
     with urllib.request.urlopen(request(service, address, json.load(sys.stdin)), timeout=10) as answer:

@@ -47,7 +47,7 @@ pub(crate) use model::{
     Snapshot, Staging, Store,
 };
 pub(crate) use network::{NetworkMode, UplinkMode};
-pub(crate) use notifications::{Hooks, LogFormat, OnError, WebhookUrl};
+pub(crate) use notifications::{Hooks, LogFormat, OnError};
 pub(crate) use scheduler::{Deadline, Profile, Requeue};
 pub(crate) use storage::{SizeLimit, Threads, VerifyRate};
 pub(crate) use value::{Interval, Limit, Rate, Stdin};

@@ -14,7 +14,7 @@
 //!   again.
 //! - `watch`: whether a running job has a problem, who ended a job, and whether a cloud interrupts the machine.
 //! - [`job_api`]: the job's own socket, on which it asks for something, or learns that it was restored.
-//! - `notifications`: the hooks and the webhook that are told what happens.
+//! - `notifications`: the hooks that are told what happens.
 //! - [`group`]: a job over several machines: the connection to the coordinator.
 //! - `doctor`: what `run` needs of the machine: found, judged, each with a fix.
 //! - [`telemetry`]: logs for people, the journal of a job's events, metrics.

@@ -1,10 +1,9 @@
-//! Commands and a webhook that are called when something happens to a job.
+//! Commands that are called when something happens to a job.
 //!
 //! - [`Runner`]: runs the commands in the order of the events, one at a time, on one thread that is started when it is
 //!   needed.
 //! - [`Gate`]: a command that a snapshot or a restore waits for, on its own thread: never on the thread that owns the
 //!   job's state, and never while the job is frozen.
-//! - [`Webhook`]: sends failures, on a separate thread.
 //! - [`Failures`]: decides which events are failures.
 //!
 //! Nothing here can harm the job: a hook is killed after its time limit, its output is read and limited, and events
@@ -15,14 +14,12 @@ mod command;
 mod document;
 mod failure;
 mod runner;
-mod webhook;
 
 use serde::{Deserialize, Serialize};
 
 pub(crate) use document::{Context, Document};
 pub(crate) use failure::{Failure, Failures};
 pub(crate) use runner::{Gate, Passed, Runner};
-pub(crate) use webhook::Webhook;
 
 use crate::config::Hooks;
 
@@ -76,10 +73,10 @@ impl Point {
     }
 }
 
-/// A hook, or the webhook, failed.
+/// A hook failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Report {
-    /// The name of a [`Point`], or "webhook".
+    /// The name of a [`Point`].
     pub(crate) hook: &'static str,
     /// The reason, as text.
     pub(crate) why: String,

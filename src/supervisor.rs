@@ -261,7 +261,7 @@ pub(crate) fn run(setup: Setup, early: Early) -> Result<Finish, Error> {
     }
     owner.record_in_replica(&finish, &hurries);
     let at_once = owner.end.stops.is_at_once();
-    owner.reporting.close(Instant::now() + setup.config.hooks.timeout, &|| at_once || hurries());
+    owner.reporting.close(&|| at_once || hurries());
     for message in messages.try_iter() {
         match message {
             Message::Hook(report) => owner.hook_failed(report),

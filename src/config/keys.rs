@@ -205,7 +205,6 @@ pub(super) const KEYS: &[Key] = &[
     key("hooks.timeout", Shape::Text, DURATION),
     key("hooks.on-error", Shape::Text, "\"ignore\" or \"refuse\""),
     key("hooks.failed-snapshots", Shape::Count, COUNT),
-    key("hooks.webhook", Shape::Text, "a string with an address, https://HOST/PATH, without user and password"),
     key("metrics.textfile", Shape::Text, "a string with an absolute path"),
     key("metrics.listen", Shape::Text, "a string with an address and a port, such as \"127.0.0.1:9464\""),
     key("log.level", Shape::Text, "\"error\", \"warn\", \"notice\", \"info\", \"debug\" or \"trace\""),
@@ -222,13 +221,13 @@ impl Key {
     /// in it is a mistake that must not end in a log.
     pub(super) fn is_secret(&self, value: &str) -> bool {
         match self.path {
-            "job.environment" | "hooks.webhook" => true,
+            "job.environment" => true,
             "replica.url" => ReplicaUrl::may_be_secret(value),
             _ => false,
         }
     }
 
-    /// Whether a value may contain a secret that is not the job's: a webhook's address, or an argument of a hook.
+    /// Whether a value may contain a secret that is not the job's: an argument of a hook.
     pub(super) fn may_hold_ours(&self) -> bool {
         self.path.starts_with("hooks.")
     }
@@ -253,8 +252,9 @@ const ALIKE: f64 = 0.8;
 const SAME_SECTION: f64 = 0.15;
 
 /// Keys that earlier versions had, each with what to do.
-const REMOVED: [(&str, &str); 3] = [
+const REMOVED: [(&str, &str); 4] = [
     ("restart.lazy", "all memory of a job is restored before it runs, as with \"off\". Delete the key"),
+    ("hooks.webhook", "a hook sends failures to an address: on-failure with examples/notify.py. Delete the key"),
     ("word.max-hold", "use job-api.max-hold"),
     ("[word]", "use [job-api]"),
 ];

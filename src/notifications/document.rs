@@ -1,4 +1,4 @@
-//! The JSON document that a hook reads and a webhook gets, described in docs/hooks.md. Later versions may add fields.
+//! The JSON document that a hook reads, described in docs/hooks.md. Later versions may add fields.
 
 use std::path::{Path, PathBuf};
 

@@ -1,13 +1,13 @@
-//! Recipients of events beside the journal: hooks, the webhook and the metrics.
+//! Recipients of events beside the journal: hooks and the metrics.
 
 use std::sync::{Arc, Mutex, mpsc};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::metrics::Metrics;
 use super::remarks::Repeats;
 use super::{Message, Setup};
 use crate::config::Config;
-use crate::notifications::{Context, Document, Failures, Gate, Point, Report, Reporter, Runner, Webhook};
+use crate::notifications::{Context, Document, Failures, Gate, Point, Report, Reporter, Runner};
 use crate::telemetry::events::{Event, What};
 
 /// If a stop waits for a snapshot, the hook before it gets `snapshot.grace` divided by this, and the snapshot the rest.
@@ -18,7 +18,6 @@ pub(super) struct Listeners {
     context: Context,
     failures: Failures,
     runner: Runner,
-    webhook: Option<Webhook>,
     metrics: Option<Metrics>,
 }
 
@@ -32,8 +31,7 @@ impl Listeners {
         });
         Listeners {
             failures: Failures::new(hooks.failed_snapshots),
-            runner: Runner::new(hooks, context.clone(), Arc::clone(&reporter)),
-            webhook: hooks.webhook.clone().map(|url| Webhook::new(url, reporter)),
+            runner: Runner::new(hooks, context.clone(), reporter),
             metrics: Metrics::new(setup),
             context,
         }
@@ -63,9 +61,6 @@ impl Listeners {
         if self.runner.has(Point::OnFailure) {
             self.runner.tell(Point::OnFailure, document(Point::OnFailure.name()).of_failure(failure).bytes());
         }
-        if let Some(webhook) = &self.webhook {
-            webhook.send(document("webhook").of_failure(failure).bytes());
-        }
     }
 }
 
@@ -92,12 +87,9 @@ impl Listeners {
         self.runner.gate(point, document.bytes(), limit)
     }
 
-    /// Waits for the remaining hooks, at most until then, and no longer when the end `hurries`.
-    pub(super) fn close(&mut self, until: Instant, hurries: &dyn Fn() -> bool) {
+    /// Waits for the remaining hooks, and no longer when the end `hurries`.
+    pub(super) fn close(&mut self, hurries: &dyn Fn() -> bool) {
         self.runner.close(hurries);
-        if let Some(webhook) = &self.webhook {
-            webhook.close(until, hurries);
-        }
     }
 
     /// Makes the metrics report how the run ended.
@@ -108,10 +100,6 @@ impl Listeners {
 
 /// Logs that a hook failed. Returns the event for the journal.
 pub(super) fn failed(Report { hook, why }: Report, repeats: &Repeats) -> What {
-    let text = match hook {
-        "webhook" => format!("the webhook was not called: {why}"),
-        _ => format!("the hook {hook} has failed: {why}"),
-    };
-    repeats.warn(hook, &text);
+    repeats.warn(hook, &format!("the hook {hook} has failed: {why}"));
     What::HookFailed { hook: hook.into(), why }
 }

@@ -1,4 +1,4 @@
-//! Publishes the run's events and state: the journal of events, hooks, the webhook and metrics, `state.json`, the
+//! Publishes the run's events and state: the journal of events, hooks and metrics, `state.json`, the
 //! service manager and the log.
 
 use std::cell::Cell;
@@ -73,16 +73,16 @@ impl Reporting {
         self.notify.beat(Phase::of(machine, is_over), &self.published, now);
     }
 
-    /// Waits for the hooks and the webhook of the end, until this time. The service manager hears meanwhile that this takes
-    /// longer: it would kill the hooks, and start the run again.
-    pub(super) fn close(&mut self, until: Instant, hurries: &dyn Fn() -> bool) {
+    /// Waits for the hooks of the end. The service manager hears meanwhile that this takes longer: it would kill the hooks, and
+    /// start the run again.
+    pub(super) fn close(&mut self, hurries: &dyn Fn() -> bool) {
         let said = Cell::new(None);
         let notify = &self.notify;
         let looks = || {
             notify.waits_at_the_end(&said, Instant::now());
             hurries()
         };
-        self.listeners.close(until, &looks);
+        self.listeners.close(&looks);
     }
 
     pub(super) fn next_wake(&self, now: Instant) -> Option<Instant> {

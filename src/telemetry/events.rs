@@ -366,9 +366,9 @@ pub enum What {
         /// Why it failed, if it did, in words.
         why: Option<String>,
     },
-    /// A hook, or the webhook, failed.
+    /// A hook failed.
     HookFailed {
-        /// Its name: before-snapshot, on-failure and so on, or webhook.
+        /// Its name: before-snapshot, on-failure and so on.
         hook: String,
         /// The reason, as text.
         why: String,

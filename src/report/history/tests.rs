@@ -140,7 +140,7 @@ fn a_new_run_from_an_image_goes_back_to_it_but_undoes_nothing_that_was_completed
 
 #[test]
 fn what_is_told_while_it_stands_still_does_not_set_it_going() {
-    let failed = What::HookFailed { hook: "webhook".into(), why: "away".into() };
+    let failed = What::HookFailed { hook: "on-failure".into(), why: "away".into() };
     let events = [supervised(0), started(1_000, None), event(10_600, failed), taken(11_000, 1), ended(20_000)];
     assert_eq!(seconds(&events), [18, 1, 0, 1, 0, 0]);
     let history = History::of(&events);

@@ -121,7 +121,7 @@ impl Collector for Seen {
             "Work that was lost and is repeated",
             Number::Counter(work.lost().as_secs_f64()),
         )?;
-        sink.one("rekindle_hooks_failed", "Failed hooks and webhook calls", Number::Count(facts.hooks_failed))
+        sink.one("rekindle_hooks_failed", "Failed hooks", Number::Count(facts.hooks_failed))
     }
 }
 

@@ -115,7 +115,7 @@ fn journal(steps: Vec<(u64, Step)>) -> Vec<(u64, What)> {
                 at += freeze;
                 // Another event comes while the job is frozen.
                 if heard < freeze {
-                    events.push((at - heard, What::HookFailed { hook: "webhook".into(), why: "away".into() }));
+                    events.push((at - heard, What::HookFailed { hook: "on-failure".into(), why: "away".into() }));
                 }
                 let (image, phases) = (self::image(images), Vec::new());
                 let taken =
