@@ -218,8 +218,7 @@ fn command() -> clap::Command {
         let json = clap::Arg::new("json").long("json").action(clap::ArgAction::SetTrue).hide(true);
         if part.get_subcommands().next().is_some() { part } else { part.arg(json) }
     };
-    let command =
-        ["logs", "completions"].iter().fold(Cli::command(), |all, name| all.mut_subcommand(name, silent));
+    let command = ["logs", "completions"].iter().fold(Cli::command(), |all, name| all.mut_subcommand(name, silent));
     examples::add(command.mut_subcommand("config", |config| config.mut_subcommand("check", silent)))
 }
 
@@ -364,8 +363,7 @@ mod tests {
     fn json_is_not_shown_where_it_does_nothing() {
         let mut all = command();
         all.build();
-        for (name, shown) in [("logs", false), ("completions", false), ("status", true), ("run", true)]
-        {
+        for (name, shown) in [("logs", false), ("completions", false), ("status", true), ("run", true)] {
             let help = all.find_subcommand_mut(name).unwrap().render_long_help().to_string();
             assert_eq!(help.contains("--json"), shown, "{help}");
             let (own, common) = help.split_once("Options of all commands:").unwrap();

@@ -43,8 +43,8 @@ pub(crate) use auto::MeanTime;
 pub(crate) use error::{Error, Fault, Problem};
 pub(crate) use group::{Coordinator, Group, GroupNetwork};
 pub(crate) use model::{
-    ColdStart, Config, EnvironmentMode, Interposer, Job, Level, OnProcessDeath, OnSuccess, PidNamespace, Restart,
-    Snapshot, Staging, Store,
+    ColdStart, Config, EnvironmentMode, Interposer, Job, Level, OnProcessDeath, OnSuccess, Restart, Snapshot, Staging,
+    Store,
 };
 pub(crate) use network::{NetworkMode, UplinkMode};
 pub(crate) use notifications::{Hooks, LogFormat, OnError};

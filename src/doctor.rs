@@ -32,7 +32,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use crate::config::{Config, PidNamespace};
+use crate::config::Config;
 use crate::scheduler::Scheduler;
 use rekindle_criu::Criu;
 pub(crate) use tried::{Untried, untried};
@@ -163,8 +163,8 @@ pub(crate) fn examine(config: &Config, criu: Option<PathBuf>) -> Report {
 
 /// Makes the trial alone, in this folder, which it leaves empty: whether CRIU dumps and restores a job here. One failure can
 /// be chance, so it is tried twice. Takes a fifth of a second.
-pub(crate) fn try_criu(criu: &Criu, namespace: PidNamespace, folder: &Path) -> Check {
-    let once = || trial::run_in(Some(criu), namespace, || tempfile::tempdir_in(folder).ok());
+pub(crate) fn try_criu(criu: &Criu, folder: &Path) -> Check {
+    let once = || trial::run_in(Some(criu), || tempfile::tempdir_in(folder).ok());
     match once() {
         trial::Outcome::Failed { .. } => trial::judge(&once()),
         outcome => trial::judge(&outcome),
@@ -179,7 +179,7 @@ fn gather(config: &Config, named: Option<PathBuf>) -> Facts {
     // NVML takes a second if no persistence daemon keeps the GPUs awake.
     std::thread::scope(|scope| {
         let nvidia = scope.spawn(nvidia::gather);
-        let trial = trial::run(criu.found.as_ref().ok(), config.job.pid_namespace, &config.store.directory);
+        let trial = trial::run(criu.found.as_ref().ok(), &config.store.directory);
         Facts {
             boundaries: boundaries::gather(),
             kernel,
@@ -200,7 +200,7 @@ fn gather(config: &Config, named: Option<PathBuf>) -> Facts {
 
 fn judge(facts: &Facts, config: &Config) -> Report {
     let mut checks = Vec::new();
-    checks.extend(kernel::judge(&facts.kernel, &facts.trial, config.job.pid_namespace));
+    checks.extend(kernel::judge(&facts.kernel, &facts.trial));
     checks.push(criu::judge(&facts.criu));
     checks.push(trial::judge(&facts.trial));
     checks.extend(rights::judge(&facts.rights, &facts.trial));

@@ -556,7 +556,7 @@ mod tests {
         assert!(matches!(run(&["/nowhere/squeue"]), Err(Error::Run { .. })));
     }
 
-    /// Otherwise a failed restore would kill it (`job.pid-namespace = "host"`), or reap it before its result is known.
+    /// Otherwise it would be reaped before its result is known.
     #[test]
     fn a_command_is_a_known_child_of_the_supervisor() {
         let dir = tempfile::tempdir().unwrap();

@@ -142,53 +142,6 @@ fn nobody_needs_to_read_what_rekindle_says() {
 }
 
 #[test]
-fn children_from_before_survive_a_restore_that_fails_in_the_hosts_namespaces() {
-    let Some(bench) = bench() else { return };
-    let spoil = "import subprocess\nopen('other', 'w').write(str(subprocess.Popen(['sleep', '600']).pid))";
-    let config = "[snapshot]\ninterval = \"off\"\n[restart]\nbackoff = \"1s\"\nbackoff-max = \"1s\"\ncold-start = \"allow\"\n[job]\npid-namespace = \"host\"\n";
-    let script = "mkfifo -m 600 file; exec 5<>file; echo $$ > pid; echo begun; sleep 600";
-    let child = bench.run(spoil, config, script).spawn().unwrap();
-    let supervisor = Pid::from_raw(child.id().cast_signed());
-    bench.wait_for_log("begun");
-    bench.wait_until_it_runs();
-    kill(supervisor, Signal::SIGUSR1).unwrap();
-    let images = bench.path("store/job/images");
-    let deadline = Instant::now() + LIMIT;
-    let published = || fs::read_dir(&images).unwrap().flatten().any(|e| e.path().join("manifest.json").exists());
-    let is_image = || {
-        published() && !fs::read_dir(&images).unwrap().flatten().any(|e| e.file_name().as_encoded_bytes()[0] == b'.')
-    };
-    while !is_image() {
-        assert!(Instant::now() < deadline, "no image");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    // CRIU itself finds that this is no FIFO, in the middle of a restore.
-    fs::remove_file(bench.path("file")).unwrap();
-    fs::write(bench.path("file"), "").unwrap();
-    let pid = |name: &str| Pid::from_raw(fs::read_to_string(bench.path(name)).unwrap().trim().parse().unwrap());
-    kill(pid("pid"), Signal::SIGKILL).unwrap();
-    // It starts from the beginning then. What the failed restore made is pid 1's to reap, which takes it a moment.
-    let deadline = Instant::now() + LIMIT;
-    while bench.log().matches("begun").count() < 2 {
-        if Instant::now() > deadline {
-            let _ = kill(supervisor, Signal::SIGKILL);
-            let _ = kill(pid("other"), Signal::SIGKILL);
-            let output = child.wait_with_output().unwrap();
-            panic!("{}\n{}", bench.log(), String::from_utf8_lossy(&output.stderr));
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    let other = fs::read_to_string(format!("/proc/{}/stat", pid("other"))).unwrap();
-    kill(supervisor, Signal::SIGTERM).unwrap();
-    kill(supervisor, Signal::SIGTERM).unwrap();
-    // It has our pipes open.
-    let _ = kill(pid("other"), Signal::SIGKILL);
-    let done = output(child);
-    assert!(String::from_utf8_lossy(&done.stderr).contains("CRIU refused"), "{done:?}");
-    assert!(other.contains("(sleep) S"), "{other}");
-}
-
-#[test]
 fn an_end_is_recorded_when_nobody_reads_the_output_and_a_signal_ends_the_wait_for_who_should() {
     let Some(bench) = bench() else { return };
     // Far more than a pipe takes.

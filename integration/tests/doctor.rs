@@ -205,16 +205,6 @@ fn a_tmpfs_is_tried_and_unmounted_again() {
     assert_eq!(fs::read_dir(bench.path("run")).unwrap().count(), 0);
 }
 
-#[test]
-fn the_hosts_pid_namespace_is_tried_where_it_is_configured() {
-    let (true, Some(criu)) = (root(), criu()) else { return };
-    let bench = Bench::new();
-    fs::write(bench.path("rekindle.toml"), "version = 1\n[job]\npid-namespace = \"host\"\n").unwrap();
-    let report = parse(&bench.command(&criu, &["--json"]).output().unwrap());
-    let trial = row(&report, "criu.trial");
-    assert_eq!(trial.state, "ok", "{trial:?}");
-}
-
 /// On a machine with NVIDIA devices (replaced by another device here) the trial uses CRIU's plugin.
 #[test]
 fn a_criu_that_loads_no_plugin_is_found_by_the_trial() {

@@ -81,7 +81,6 @@ pub(super) const KEYS: &[Key] = &[
     key("job.environment-mode", Shape::Text, "\"inherit\" or \"clean\""),
     key("job.pass-environment", Shape::Words, "a list of strings with names, such as [\"MASTER_ADDR\", \"SLURM_*\"]"),
     key("job.limits", Shape::Map, "\"unlimited\", a whole number or a size such as \"64MiB\" for each limit"),
-    key("job.pid-namespace", Shape::Text, "\"private\" or \"host\""),
     key("job.no-new-privileges", Shape::Flag, "true or false"),
     key("job.allow-io-uring", Shape::Flag, "true or false"),
     key("job.allow-amx", Shape::Flag, "true or false"),
@@ -252,9 +251,10 @@ const ALIKE: f64 = 0.8;
 const SAME_SECTION: f64 = 0.15;
 
 /// Keys that earlier versions had, each with what to do.
-const REMOVED: [(&str, &str); 4] = [
+const REMOVED: [(&str, &str); 5] = [
     ("restart.lazy", "all memory of a job is restored before it runs, as with \"off\". Delete the key"),
     ("hooks.webhook", "a hook sends failures to an address: on-failure with examples/notify.py. Delete the key"),
+    ("job.pid-namespace", "a job always has a PID namespace of its own, as with \"private\". Delete the key"),
     ("word.max-hold", "use job-api.max-hold"),
     ("[word]", "use [job-api]"),
 ];

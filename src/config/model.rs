@@ -97,8 +97,6 @@ pub(crate) struct Job {
     pub(crate) pass_environment: Vec<String>,
     /// Resource limits by their name in [`LIMITS`], soft and hard at once; limits not named stay the caller's.
     pub(crate) limits: BTreeMap<String, Limit>,
-    /// Whether the job gets its own PID namespace.
-    pub(crate) pid_namespace: PidNamespace,
     /// Whether the job and its children cannot use setuid programs and file capabilities (prctl PR_SET_NO_NEW_PRIVS);
     /// unset means [`Job::keeps_its_rights`].
     pub(crate) no_new_privileges: Option<bool>,
@@ -161,17 +159,6 @@ pub(crate) enum EnvironmentMode {
     Inherit,
     /// An empty environment.
     Clean,
-}
-
-/// `job.pid-namespace`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) enum PidNamespace {
-    /// Its own namespace: the pids that a restore needs are free.
-    #[default]
-    Private,
-    /// The host's namespace: a restore fails if another process has one of the job's pids.
-    Host,
 }
 
 /// `[snapshot]`: when and how to take snapshots.

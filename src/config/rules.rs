@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::auto::MeanTime;
 use super::group::{Coordinator, GroupNetwork};
 use super::keys;
-use super::model::{Config, LIMITS, PidNamespace, VERSION};
+use super::model::{Config, LIMITS, VERSION};
 use super::network::{NetworkMode, UplinkMode};
 use super::scheduler::Deadline;
 use super::storage::{Repack, SizeLimit, VerifyRate};
@@ -171,9 +171,6 @@ fn group(config: &Config, rules: &mut Rules) {
             });
         }
     }
-    rules.that(config.job.pid_namespace == PidNamespace::Private, "job.pid-namespace", || {
-        "must be \"private\" in a group: the group's network belongs to the job's namespaces".to_owned()
-    });
     rules.that(group.nodes <= group.subnet.0.room(), "group.subnet", || {
         format!("must have an address for each of the {} machines (group.nodes)", group.nodes)
     });
@@ -202,10 +199,6 @@ fn job(config: &Config, rules: &mut Rules) {
     if let Stdin::File(path) = &job.stdin {
         rules.path("job.stdin", Some(path));
     }
-    let fits = config.network.mode == NetworkMode::Host || job.pid_namespace == PidNamespace::Private;
-    rules.that(fits, "network.mode", || {
-        "must be \"host\" if job.pid-namespace is \"host\": both namespaces belong to one init".to_owned()
-    });
     let is_apart = config.network.mode == NetworkMode::Private || config.group.is_on();
     rules.that(config.network.uplink == UplinkMode::Off || is_apart, "network.uplink", || {
         "must be \"off\" if network.mode is \"host\": the job then has the machine's network".to_owned()

@@ -67,7 +67,6 @@ umask = "027"
 stdin = "/srv/in"
 environment-mode = "clean"
 pass-environment = ["MASTER_ADDR", "SLURM_*"]
-pid-namespace = "host"
 no-new-privileges = true
 allow-io-uring = true
 allow-amx = true
@@ -95,7 +94,6 @@ wait = "1h"
 [files]
 track = ["/data/db"]
 [network]
-# The other ones do not go with pid-namespace = "host".
 mode = "host"
 uplink = "off"
 [snapshot]
@@ -206,7 +204,6 @@ fn every_key_can_be_set() {
     assert_eq!(config.job.name.as_deref(), Some("train-7.b_C"));
     assert_eq!(config.job.umask.map(Umask::bits), Some(0o27));
     assert_eq!(config.job.stdin, Stdin::File(PathBuf::from("/srv/in")));
-    assert_eq!(config.job.pid_namespace, PidNamespace::Host);
     assert_eq!(config.job.limits.get("nofile"), Some(&Limit::Value(65536)));
     assert_eq!(config.job.limits.get("memlock"), Some(&Limit::Unlimited));
     assert_eq!(config.job.limits.get("stack"), Some(&Limit::Value(64 << 20)));

@@ -9,7 +9,6 @@ use nix::sys::inotify::{InitFlags, Inotify};
 use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, socket};
 
 use super::{Check, trial};
-use crate::config::PidNamespace;
 use rekindle_criu::kernel_release;
 
 /// Whether the kernel supports something.
@@ -115,7 +114,7 @@ impl Config {
 
 const OTHER_KERNEL: &str = "boot a kernel built with";
 
-pub(super) fn judge(facts: &Facts, trial: &trial::Outcome, wanted: PidNamespace) -> Vec<Check> {
+pub(super) fn judge(facts: &Facts, trial: &trial::Outcome) -> Vec<Check> {
     vec![
         needed(
             "kernel.checkpoint-restore",
@@ -124,7 +123,7 @@ pub(super) fn judge(facts: &Facts, trial: &trial::Outcome, wanted: PidNamespace)
             "CONFIG_CHECKPOINT_RESTORE=y, such as a distribution's kernel",
             trial,
         ),
-        namespaces(facts, trial, wanted),
+        namespaces(facts, trial),
         needed("kernel.children", facts.children, "/proc/PID/task/TID/children", "CONFIG_PROC_CHILDREN=y", trial),
         needed("kernel.map-files", facts.map_files, "/proc/PID/map_files", "CONFIG_CHECKPOINT_RESTORE=y", trial),
         events(facts),
@@ -147,25 +146,22 @@ fn needed(check: &'static str, has: Has, what: &str, option: &str, trial: &trial
     }
 }
 
-fn namespaces(facts: &Facts, trial: &trial::Outcome, wanted: PidNamespace) -> Check {
+fn namespaces(facts: &Facts, trial: &trial::Outcome) -> Check {
     let name = "kernel.namespaces";
     let absent: Vec<&str> = [("PID", facts.pid_namespace), ("mount", facts.mount_namespace)]
         .into_iter()
         .filter_map(|(kind, has)| (has == Has::No).then_some(kind))
         .collect();
     let absent = absent.join(" and ");
-    match wanted {
-        _ if absent.is_empty() => Check::ok(name, "PID and mount namespaces"),
-        PidNamespace::Host => {
-            Check::not_here(name, format!("no {absent} namespaces; job.pid-namespace = \"host\" does not need them"))
-        }
-        PidNamespace::Private => Check::needed(
-            name,
-            trial,
-            format!("no {absent} namespaces"),
-            format!("{OTHER_KERNEL} CONFIG_NAMESPACES=y and CONFIG_PID_NS=y, or set job.pid-namespace = \"host\""),
-        ),
+    if absent.is_empty() {
+        return Check::ok(name, "PID and mount namespaces");
     }
+    Check::needed(
+        name,
+        trial,
+        format!("no {absent} namespaces"),
+        format!("{OTHER_KERNEL} CONFIG_NAMESPACES=y and CONFIG_PID_NS=y"),
+    )
 }
 
 fn events(facts: &Facts) -> Check {
@@ -243,14 +239,14 @@ mod tests {
     }
 
     fn state(facts: &Facts, trial: &trial::Outcome, check: &str) -> State {
-        let checks = judge(facts, trial, PidNamespace::Private);
+        let checks = judge(facts, trial);
         checks.iter().find(|c| c.check == check).unwrap().state
     }
 
     #[test]
     fn a_whole_kernel_is_ok() {
         let trial = trial::Outcome::NotTried("no criu".into());
-        assert!(judge(&whole(), &trial, PidNamespace::Private).iter().all(|c| c.state == State::Ok));
+        assert!(judge(&whole(), &trial).iter().all(|c| c.state == State::Ok));
     }
 
     #[test]
@@ -276,13 +272,6 @@ mod tests {
     }
 
     #[test]
-    fn the_hosts_pid_namespace_needs_none() {
-        let facts = Facts { pid_namespace: Has::No, ..whole() };
-        let checks = judge(&facts, &trial::Outcome::NotTried(String::new()), PidNamespace::Host);
-        assert!(checks.iter().all(|c| c.state != State::Missing));
-    }
-
-    #[test]
     fn what_some_jobs_need_is_a_warning_and_what_nobody_needs_is_not() {
         let trial = trial::worked();
         let few = Facts {
@@ -292,7 +281,7 @@ mod tests {
             soft_dirty: Has::Unknown,
             ..whole()
         };
-        let checks = judge(&few, &trial, PidNamespace::Private);
+        let checks = judge(&few, &trial);
         let find = |name: &str| checks.iter().find(|c| c.check == name).unwrap();
         assert_eq!(find("kernel.events").state, State::Warn);
         assert!(find("kernel.events").found.contains("inotify"));

@@ -10,13 +10,11 @@ use std::time::{Duration, Instant};
 use nix::sys::statvfs::{FsFlags, statvfs};
 
 use super::Check;
-use crate::config::PidNamespace;
 use rekindle_base::chain;
 use rekindle_criu::{self as criu, Criu, DumpOptions, Hooks, Place, Plugin, RestoreOptions, Tcp};
-use rekindle_engine::launch::world::{Attempt, FIRST_PID, Network, World, last_pid_for};
+use rekindle_engine::launch::world::{FIRST_PID, Network, World, last_pid_for};
 use rekindle_engine::launch::{self, Amx, IoUring, Job, JobSpec, Privileges, output, plugin, reaper};
 use rekindle_engine::parts::devices::Devices;
-use rekindle_os::clock::since_boot;
 use rekindle_os::process;
 
 /// Time limit for a step. A normal one takes less than a tenth of a second, on a busy machine a few.
@@ -35,16 +33,12 @@ pub(super) enum Outcome {
     NotTried(String),
 }
 
-pub(super) fn run(criu: Option<&Criu>, namespace: PidNamespace, store: &Path) -> Outcome {
-    run_in(criu, namespace, || temporary_folder(store))
+pub(super) fn run(criu: Option<&Criu>, store: &Path) -> Outcome {
+    run_in(criu, || temporary_folder(store))
 }
 
 /// The same in the folder that this makes.
-pub(super) fn run_in(
-    criu: Option<&Criu>,
-    namespace: PidNamespace,
-    make: impl FnOnce() -> Option<tempfile::TempDir>,
-) -> Outcome {
+pub(super) fn run_in(criu: Option<&Criu>, make: impl FnOnce() -> Option<tempfile::TempDir>) -> Outcome {
     let Some(criu) = criu else { return Outcome::NotTried("there is no CRIU to test".into()) };
     if !nix::unistd::geteuid().is_root() {
         return Outcome::NotTried("only root can check this".into());
@@ -53,7 +47,7 @@ pub(super) fn run_in(
         return Outcome::NotTried("no temporary folder allows running programs: set TMPDIR".into());
     };
     let began = Instant::now();
-    match Trial::prepare(criu, namespace, folder.path()).and_then(|trial| trial.go()) {
+    match Trial::prepare(criu, folder.path()).and_then(|trial| trial.go()) {
         Ok(()) => Outcome::Worked { took: began.elapsed() },
         Err(Failure { step, why, hint }) => Outcome::Failed { step, why, hint },
     }
@@ -89,7 +83,6 @@ fn refused(step: &'static str) -> impl Fn(criu::RunError) -> Failure {
 
 struct Trial<'a> {
     criu: &'a Criu,
-    namespace: PidNamespace,
     reaper: PathBuf,
     images: PathBuf,
     work: PathBuf,
@@ -98,7 +91,7 @@ struct Trial<'a> {
 }
 
 impl Trial<'_> {
-    fn prepare<'a>(criu: &'a Criu, namespace: PidNamespace, dir: &Path) -> Result<Trial<'a>, Failure> {
+    fn prepare<'a>(criu: &'a Criu, dir: &Path) -> Result<Trial<'a>, Failure> {
         let step = "preparing";
         let (images, work) = (dir.join("images"), dir.join("work"));
         for folder in [&images, &work, &work.join(PLUGINS)] {
@@ -123,7 +116,6 @@ impl Trial<'_> {
         };
         Ok(Trial {
             criu,
-            namespace,
             reaper: reaper::unpack(dir).map_err(failed(step))?,
             images,
             work,
@@ -135,8 +127,7 @@ impl Trial<'_> {
     fn go(&self) -> Result<(), Failure> {
         let ids = self.dump()?;
         let world = self.world(last_pid_for(&ids))?;
-        let attempt = Attempt { pids: &ids, began: since_boot() };
-        let abandon = || world.abandon(attempt);
+        let abandon = || world.kill();
         let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled: &|| false, abandon: &abandon, died: &|| None };
         let restored = criu::restore(&self.place(&world), RestoreOptions::default(), &mut hooks);
         let root = match restored {
@@ -192,18 +183,13 @@ impl Trial<'_> {
     }
 
     fn world(&self, last_pid: i32) -> Result<World, Failure> {
-        match self.namespace {
-            PidNamespace::Private => {
-                World::private(&self.reaper, last_pid, Network::Host).map_err(failed("namespaces"))
-            }
-            PidNamespace::Host => Ok(World::Host),
-        }
+        World::new(&self.reaper, last_pid, Network::Host).map_err(failed("namespaces"))
     }
 
     fn place<'a>(&'a self, world: &'a World) -> Place<'a> {
         Place {
             criu: self.criu,
-            init: world.init(),
+            init: Some(world.init()),
             images: &self.images,
             opened: None,
             work: &self.work,
@@ -269,6 +255,6 @@ mod tests {
 
     #[test]
     fn without_criu_nothing_is_tried() {
-        assert!(matches!(run(None, PidNamespace::Private, Path::new("/")), Outcome::NotTried(_)));
+        assert!(matches!(run(None, Path::new("/")), Outcome::NotTried(_)));
     }
 }

@@ -12,7 +12,7 @@ use super::remarks::Said;
 use super::state::{Event, Obstacle, State};
 use super::times::shown;
 use super::{Message, Owner, Setup, replicate};
-use crate::config::{NetworkMode, PidNamespace};
+use crate::config::NetworkMode;
 use crate::group::StartSignal;
 use crate::notifications::{Passed, Refused};
 use crate::policy::{Failure, StartPoint};
@@ -355,20 +355,14 @@ fn network<'a>(setup: &'a Setup, group: Option<&'a Plan>, fence: Option<&'a Arc<
 fn reach_socket(setup: &Setup, world: &World) {
     let Some(word) = &setup.sockets.job_api else { return };
     if (setup.group.is_some() || setup.config.network.mode == NetworkMode::Private)
-        && let Some(init) = world.init()
-        && let Err(error) = word.move_to(init.pid())
+        && let Err(error) = word.move_to(world.init().pid())
     {
         tracing::warn!("the job's socket (REKINDLE_SOCKET) does not work: {error}");
     }
 }
 
 fn launch_job(setup: &Setup, network: Network<'_>) -> Result<StartedJob, StartFailure> {
-    let world = match setup.config.job.pid_namespace {
-        PidNamespace::Private => {
-            World::private(&setup.program.reaper, FIRST_PID - 1, network).map_err(StartFailure::World)?
-        }
-        PidNamespace::Host => World::Host,
-    };
+    let world = World::new(&setup.program.reaper, FIRST_PID - 1, network).map_err(StartFailure::World)?;
     reach_socket(setup, &world);
     match launch::start(&world, &setup.program.reaper, &setup.program.spec, &setup.output) {
         Ok(root) => {

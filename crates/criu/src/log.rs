@@ -108,12 +108,6 @@ impl Log {
         errors.split_off(errors.len().saturating_sub(6))
     }
 
-    /// Whether a pid that the image needs belongs to another process.
-    #[must_use]
-    pub fn says_pid_taken(&self) -> bool {
-        self.errors().iter().any(|line| line.contains("Can't fork for") && line.contains("File exists"))
-    }
-
     /// Whether a process was ending.
     #[must_use]
     pub fn says_ending(&self) -> bool {
@@ -243,10 +237,7 @@ const HINTS: &[(&str, &str)] = &[
         "has bad build-ID",
         "a library that the job uses was upgraded since the snapshot: install the version used at the snapshot",
     ),
-    (
-        "Can't fork for",
-        "a pid of the image is in use: set job.pid-namespace = \"private\", or end the process that has it",
-    ),
+    ("Can't fork for", "a pid of the image is in use in the job's own namespace: report this as a fault of rekindle"),
     (
         "increase limit",
         "a deleted file that the job still has open is larger than snapshot.ghost-limit: raise it (at most 4095MiB)",

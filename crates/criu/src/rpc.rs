@@ -308,7 +308,7 @@ pub fn dump(place: &Place<'_>, options: DumpOptions<'_>, hooks: &mut Hooks<'_>) 
         timeout: Some(seconds.max(1)),
         ..common(place, options.tcp)
     };
-    let mut run = Run::start(place, Orphan::Dies, Given::default(), options.plugin)?;
+    let mut run = Run::start(place, Given::default(), options.plugin)?;
     let outcome = run.converse(Kind::Dump, wanted, place.timeout, hooks);
     run.end(outcome, place.timeout).map(|(_, log)| log)
 }
@@ -351,7 +351,7 @@ pub fn restore(place: &Place<'_>, options: RestoreOptions<'_>, hooks: &mut Hooks
         skip_file_rwx_check: Some(true),
         ..common(place, tcp)
     };
-    let mut run = Run::start(place, Orphan::CleansUp, Given { files: instead, made }, plugin)?;
+    let mut run = Run::start(place, Given { files: instead, made }, plugin)?;
     // Dropped before `run`: the tasks continue when CRIU is gone.
     let _abandon = AbandonOnPanic(hooks.abandon);
     let restricted = plugin.and_then(|plugin| plugin.files);
@@ -396,15 +396,6 @@ enum Stop {
     Failed(&'static str, io::Error),
 }
 
-/// What happens to a CRIU in the host's namespaces if we die. In the job's namespaces it is killed with them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Orphan {
-    /// The kernel kills it. The tasks that it had stopped continue, and their reaper ends them.
-    Dies,
-    /// It continues until a notification fails, and kills the processes that it has restored: only CRIU knows them.
-    CleansUp,
-}
-
 /// Files of the job that CRIU does not open: its first descriptors, in this order.
 #[derive(Default)]
 struct Given<'a> {
@@ -423,12 +414,7 @@ struct Run<'a> {
 }
 
 impl<'a> Run<'a> {
-    fn start(
-        place: &Place<'a>,
-        orphan: Orphan,
-        given: Given<'_>,
-        plugin: Option<Plugin<'_>>,
-    ) -> Result<Run<'a>, RunError> {
+    fn start(place: &Place<'a>, given: Given<'_>, plugin: Option<Plugin<'_>>) -> Result<Run<'a>, RunError> {
         let talk = |what| move |e: nix::Error| RunError::Talk { what, source: e.into() };
         let (socket, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
             .map_err(talk("socketpair"))?;
@@ -484,8 +470,7 @@ impl<'a> Run<'a> {
                         let world = world_of(init)?;
                         spawn.world(world).pids(CRIU_PIDS).start()
                     }
-                    None if orphan == Orphan::Dies => spawn.dies_with_us().start(),
-                    None => spawn.start(),
+                    None => spawn.dies_with_us().start(),
                 }
             })
             .map_err(RunError::Start)?;

@@ -263,9 +263,9 @@ impl Job {
     /// All of its processes, as we see them.
     fn pids(&self) -> BTreeSet<i32> {
         // Daemons that outlive the reaper become children of init.
-        let roots = [Some(&self.root), self.world.init()];
+        let roots = [&self.root, self.world.init()];
         // The pid of one that was reaped may be another process by now.
-        let roots = roots.into_iter().flatten().filter(|root| root.has_ended().is_ok());
+        let roots = roots.into_iter().filter(|root| root.has_ended().is_ok());
         roots.flat_map(|root| process::tree(root.pid())).collect()
     }
 
@@ -285,7 +285,7 @@ impl Job {
             return None;
         }
         // Above these are we, and above us whatever started us.
-        for ours in [Some(&self.root), self.world.init()].into_iter().flatten() {
+        for ours in [&self.root, self.world.init()] {
             pids.remove(&ours.pid());
         }
         let parents = std::iter::successors(process::parent(pid), |pid| process::parent(*pid));
@@ -302,15 +302,15 @@ impl Job {
         if !gpus::let_go(pids.iter().copied()) {
             gpus::call_off(&gpus::with_peers(pids));
         }
-        self.world.kill(Some(&self.root));
+        self.world.kill();
     }
 
     /// Kills what remains of a job that has ended. In a group, the network of a job that has completed stays until the
     /// other machines have received what it sent.
     pub fn kill_rest(&self) {
         let has_completed = process::ended(self.root.pid()) == Some(spawn::Ended::Exit(0));
-        let init = self.world.init().filter(|_| has_completed && self.world.subnet().is_some());
-        let network = init.map(|init| Undelivered::of(init.pid()));
+        let waits = has_completed && self.world.subnet().is_some();
+        let network = waits.then(|| Undelivered::of(self.world.init().pid()));
         self.kill();
         let arrived = network.map(|network| network.and_then(|network| network.wait(undelivered::LIMIT)));
         if let Some(Err(error)) = arrived {
@@ -361,10 +361,6 @@ pub enum Error {
 /// # Errors
 /// When the reaper cannot be started. If the program itself cannot be executed, the job ends with exit code 126 or 127.
 pub fn start(world: &World, reaper: &Path, spec: &JobSpec, log: &output::Files) -> Result<Child, Error> {
-    let parent = match world {
-        World::Private { .. } => 0,
-        World::Host => std::process::id().cast_signed(),
-    };
     let (uid, gid, groups) = match &spec.identity {
         Some(identity) => (
             identity.uid.to_string(),
@@ -377,8 +373,7 @@ pub fn start(world: &World, reaper: &Path, spec: &JobSpec, log: &output::Files) 
     let without_uring = if spec.io_uring == IoUring::Refused { "u" } else { "" };
     let without_amx = if spec.amx == Amx::Refused { "a" } else { "" };
     let flags = format!("-{fixed}{without_uring}{without_amx}");
-    let mut args: Vec<OsString> =
-        ["reap".into(), parent.to_string(), uid, gid, groups, flags].into_iter().map(OsString::from).collect();
+    let mut args: Vec<OsString> = ["reap".into(), uid, gid, groups, flags].into_iter().map(OsString::from).collect();
     args.extend([spec.stdin.clone().into(), spec.program.clone().into(), "--".into()]);
     args.extend(spec.command.iter().cloned());
 
@@ -451,7 +446,7 @@ mod tests {
             io_uring: IoUring::AsItIs,
             amx,
         };
-        let world = World::private(&reaper, world::FIRST_PID - 1, world::Network::Host).unwrap();
+        let world = World::new(&reaper, world::FIRST_PID - 1, world::Network::Host).unwrap();
         let start = || {
             keep_capabilities_at_a_change_of_user();
             start(&world, &reaper, &spec, &log).unwrap()

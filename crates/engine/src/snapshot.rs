@@ -66,7 +66,7 @@ use rekindle_criu::image::Dangling;
 use rekindle_criu::{self as criu, Criu};
 use rekindle_cuda::copier::Copier;
 use rekindle_os::exits::Watched;
-use rekindle_store::manifest::{self, Manifest, PidNamespace, Reason};
+use rekindle_store::manifest::{self, Manifest, Reason};
 use rekindle_store::retention::survey::{Limits, NoRoom};
 use rekindle_store::staging::{self, Area, admission};
 use rekindle_store::take::TakeError;
@@ -605,10 +605,6 @@ fn describe(frozen: &phases::Frozen<'_>) -> Result<Manifest, Error> {
         driver: if cuda.is_empty() { None } else { gpus.inventory.driver.clone() },
         gpus: gpus.inventory.gpus.iter().map(manifest::Gpu::from).collect(),
         tree: manifest::JobTree {
-            pid_namespace: match subject.job.world {
-                launch::world::World::Private { .. } => PidNamespace::Private,
-                launch::world::World::Host => PidNamespace::Host,
-            },
             root: ids.processes.first().copied().unwrap_or_default(),
             job: frozen.seen.job_pid,
             processes: frozen.processes(&ids.processes),

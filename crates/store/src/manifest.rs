@@ -20,8 +20,8 @@ use thiserror::Error;
 pub use contents::{Attributes, Bytes, Owner, Stamp, TrackedEntry, TrackedFolder, TrackedKind};
 pub use fields::{
     Binding, Chunks, CpuTime, Fifo, Folder, GivenFile, Gpu, GroupPart, Host, JobRights, JobTree, Kept, KeptCopy,
-    KeptPiece, Landing, Manifest, MappedFile, OpenFile, Part, Phase, PidNamespace, Reason, Recreate, SavedLink,
-    Scheduling, Timer, TreeProcess,
+    KeptPiece, Landing, Manifest, MappedFile, OpenFile, Part, Phase, Reason, Recreate, SavedLink, Scheduling, Timer,
+    TreeProcess,
 };
 
 pub use groups::ControlGroup;

@@ -162,7 +162,7 @@ fn image(folder: &Path, number: u32) -> anyhow::Result<Image> {
         "host": { "name": "", "boot_id": "", "kernel": "", "arch": "", "cpu_model": "", "cpu_flags": [] },
         "rekindle": env!("CARGO_PKG_VERSION"), "criu": "4.2", "driver": null, "gpus": [],
         "tree": {
-            "pid_namespace": "private", "root": 1, "job": 2, "processes": [], "ids": [1, 2], "cuda": [],
+            "root": 1, "job": 2, "processes": [], "ids": [1, 2], "cuda": [],
             "cuda_threads": {},
         },
         "open_files": [], "saved_links": [], "recreate": [], "tcp": "close", "phases": [], "freeze_us": 0,

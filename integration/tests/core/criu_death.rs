@@ -73,46 +73,40 @@ fn restarts(lab: &Lab) -> u32 {
 
 #[test]
 fn a_snapshot_on_request_comes_although_criu_is_killed_beside_a_child() {
-    for space in ["\"private\"", "\"host\""] {
-        let Some(lab) = lab(BESIDE_A_CHILD) else { return };
-        let lab = lab.set("job.pid-namespace", space);
-        let mut run = start(&lab, "plain");
-        fs::write(lab.file("fault"), "").unwrap();
-        let answer = lab.rekindle(&["snapshot", "j"]);
-        assert!(answer.status.success(), "{answer:?}\n{}", run.err());
-        let said = run.err();
-        let words = "CRIU was killed (signal SIGKILL)";
-        assert!(
-            said.contains(words) && said.contains("The job runs on, and the snapshot is tried again at once"),
-            "{said}"
-        );
-        assert!(!said.contains("snapshot failed") && !said.contains("may be frozen"), "{said}");
-        run.wait_for("it is stored", || lab.good() == [1]);
-        assert_eq!(restarts(&lab), 0);
-        assert_nothing_of_criu_stays(&lab);
-        count_on(&lab, &mut run, 5);
-        finish(&lab, run);
-    }
+    let Some(lab) = lab(BESIDE_A_CHILD) else { return };
+    let mut run = start(&lab, "plain");
+    fs::write(lab.file("fault"), "").unwrap();
+    let answer = lab.rekindle(&["snapshot", "j"]);
+    assert!(answer.status.success(), "{answer:?}\n{}", run.err());
+    let said = run.err();
+    let words = "CRIU was killed (signal SIGKILL)";
+    assert!(
+        said.contains(words) && said.contains("The job runs on, and the snapshot is tried again at once"),
+        "{said}"
+    );
+    assert!(!said.contains("snapshot failed") && !said.contains("may be frozen"), "{said}");
+    run.wait_for("it is stored", || lab.good() == [1]);
+    assert_eq!(restarts(&lab), 0);
+    assert_nothing_of_criu_stays(&lab);
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
 }
 
 #[test]
 fn the_same_image_is_restored_at_once_although_criu_is_killed_beside_a_child() {
-    for space in ["\"private\"", "\"host\""] {
-        let Some(lab) = lab(BESIDE_A_CHILD) else { return };
-        let lab = lab.set("job.pid-namespace", space);
-        let mut run = start(&lab, "plain");
-        run.snapshot(&lab);
-        run.snapshot(&lab);
-        fs::write(lab.file("fault"), "").unwrap();
-        let pid = run.job_pid(&lab);
-        kill(pid, Signal::SIGKILL);
-        run.wait_said("The job is restored from the same image at once");
-        run.wait_said("the job was restored from image 000002");
-        assert_eq!(lab.good(), [2, 1]);
-        assert_nothing_of_criu_stays(&lab);
-        count_on(&lab, &mut run, 5);
-        finish(&lab, run);
-    }
+    let Some(lab) = lab(BESIDE_A_CHILD) else { return };
+    let mut run = start(&lab, "plain");
+    run.snapshot(&lab);
+    run.snapshot(&lab);
+    fs::write(lab.file("fault"), "").unwrap();
+    let pid = run.job_pid(&lab);
+    kill(pid, Signal::SIGKILL);
+    run.wait_said("The job is restored from the same image at once");
+    run.wait_said("the job was restored from image 000002");
+    assert_eq!(lab.good(), [2, 1]);
+    assert_nothing_of_criu_stays(&lab);
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
 }
 
 #[test]

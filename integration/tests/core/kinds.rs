@@ -262,22 +262,6 @@ fn an_image_is_not_used_up() {
     finish(&lab, run);
 }
 
-#[test]
-fn a_job_in_the_host_pid_namespace() {
-    let Some(lab) = Lab::new().map(|lab| lab.set("job.pid-namespace", "\"host\"")) else { return };
-    let mut run = until_after_snapshot(&lab, "daemon");
-    run.crash(&lab);
-    count_on(&lab, &mut run, 5);
-    let pid = run.job_pid(&lab);
-    assert_eq!(rekindle_os::process::inner_pid(pid), Some(pid));
-    lab.kill_9(run);
-    let mut run = lab.python("kinds.py", &["daemon", lab.path().to_str().unwrap()]);
-    run.wait_said("the job was restored from image");
-    count_on(&lab, &mut run, 5);
-    finish(&lab, run);
-    assert_counts_up(&lab.read("daemon.txt"));
-}
-
 /// CRIU dumps it, and refuses to restore it.
 #[test]
 fn a_connection_that_nobody_outside_accepts_is_refused_while_it_is_there() {

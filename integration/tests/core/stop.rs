@@ -62,27 +62,24 @@ fn a_job_that_froze_a_child_is_stopped_at_once() {
             comes(Duration::from_secs(5), || std::fs::remove_dir(&self.0).is_ok());
         }
     }
-    for namespace in ["private", "host"] {
-        let Some(lab) = Lab::new() else { return };
-        let lab = lab.set("job.pid-namespace", &format!("{namespace:?}"));
-        let group = Group(format!("/sys/fs/cgroup/freezer/rekindle-{namespace}-{}", std::process::id()).into());
-        if std::fs::create_dir(&group.0).is_err() || !group.0.join("freezer.state").exists() {
-            println!("SKIP: there is no freezer of cgroup v1");
-            return;
-        }
-        let path = group.0.display();
-        let text = format!(
-            "sleep 1000 & echo $! > {path}/cgroup.procs && echo FROZEN > {path}/freezer.state && echo frozen; wait"
-        );
-        let mut run = lab.run(["sh", "-c", &text]);
-        run.wait_printed("frozen");
-        let begun = Instant::now();
-        let stopped = lab.rekindle(&["stop", "--now", "j"]);
-        assert!(stopped.status.success(), "{stopped:?}");
-        run.finish(Duration::from_secs(20));
-        assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
-        lab.assert_all_gone();
+    let Some(lab) = Lab::new() else { return };
+    let group = Group(format!("/sys/fs/cgroup/freezer/rekindle-{}", std::process::id()).into());
+    if std::fs::create_dir(&group.0).is_err() || !group.0.join("freezer.state").exists() {
+        println!("SKIP: there is no freezer of cgroup v1");
+        return;
     }
+    let path = group.0.display();
+    let text = format!(
+        "sleep 1000 & echo $! > {path}/cgroup.procs && echo FROZEN > {path}/freezer.state && echo frozen; wait"
+    );
+    let mut run = lab.run(["sh", "-c", &text]);
+    run.wait_printed("frozen");
+    let begun = Instant::now();
+    let stopped = lab.rekindle(&["stop", "--now", "j"]);
+    assert!(stopped.status.success(), "{stopped:?}");
+    run.finish(Duration::from_secs(20));
+    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+    lab.assert_all_gone();
 }
 
 #[test]
@@ -138,26 +135,24 @@ fn slow_criu(lab: &Lab, verb: &str) {
 
 #[test]
 fn a_second_sigterm_stops_at_once() {
-    for space in ["\"private\"", "\"host\""] {
-        let Some(lab) = Lab::new() else { return };
-        let lab = lab.set_file("criu.path", "criu").set("job.pid-namespace", space);
-        // Neither ends it before the test gives up.
-        let lab = lab.set("snapshot.grace", "\"10m\"").set("snapshot.dump-timeout", "\"10m\"");
-        slow_criu(&lab, "slow");
-        let mut run = again(&lab);
-        count_on(&lab, &mut run, 5);
-        std::fs::write(lab.file("slow"), "").unwrap();
-        run.signal(Signal::SIGTERM);
-        run.wait_for("CRIU hangs", || lab.file("began").exists());
-        run.second_stop(Signal::SIGTERM);
-        run.ends_with(143);
-        lab.assert_all_gone();
-        std::fs::remove_file(lab.file("slow")).unwrap();
-        let mut run = again(&lab);
-        run.wait_said("job j starts");
-        count_on(&lab, &mut run, 5);
-        assert!(lab.images().is_empty(), "nothing of the snapshot that was called off");
-    }
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set_file("criu.path", "criu");
+    // Neither ends it before the test gives up.
+    let lab = lab.set("snapshot.grace", "\"10m\"").set("snapshot.dump-timeout", "\"10m\"");
+    slow_criu(&lab, "slow");
+    let mut run = again(&lab);
+    count_on(&lab, &mut run, 5);
+    std::fs::write(lab.file("slow"), "").unwrap();
+    run.signal(Signal::SIGTERM);
+    run.wait_for("CRIU hangs", || lab.file("began").exists());
+    run.second_stop(Signal::SIGTERM);
+    run.ends_with(143);
+    lab.assert_all_gone();
+    std::fs::remove_file(lab.file("slow")).unwrap();
+    let mut run = again(&lab);
+    run.wait_said("job j starts");
+    count_on(&lab, &mut run, 5);
+    assert!(lab.images().is_empty(), "nothing of the snapshot that was called off");
 }
 
 /// GNU timeout signals its child and its group, and a scheduler each process.
@@ -262,17 +257,15 @@ fn the_grace_period_is_kept() {
 
 #[test]
 fn kill_9_takes_the_job_along_and_the_next_run_goes_on() {
-    for space in ["\"private\"", "\"host\""] {
-        let Some(lab) = Lab::new().map(|lab| lab.set("job.pid-namespace", space)) else { return };
-        let mut run = until_after_snapshot(&lab, "plain");
-        for _ in 0..2 {
-            lab.kill_9(run);
-            run = again(&lab);
-            run.wait_said("continues from image 000001");
-            count_on(&lab, &mut run, 5);
-        }
-        finish(&lab, run);
+    let Some(lab) = Lab::new() else { return };
+    let mut run = until_after_snapshot(&lab, "plain");
+    for _ in 0..2 {
+        lab.kill_9(run);
+        run = again(&lab);
+        run.wait_said("continues from image 000001");
+        count_on(&lab, &mut run, 5);
     }
+    finish(&lab, run);
 }
 
 #[test]
@@ -298,19 +291,17 @@ fn kill_9_in_the_middle_of_a_snapshot() {
 
 #[test]
 fn kill_9_in_the_middle_of_a_restore() {
-    for space in ["\"private\"", "\"host\""] {
-        let Some(lab) = Lab::new().map(|lab| lab.set("job.pid-namespace", space)) else { return };
-        lab.kill_9(until_after_snapshot(&lab, "memory"));
-        for wait in [10, 25, 40, 50, 60, 70, 80, 95, 110] {
-            let run = lab.python("kinds.py", &["memory", lab.path().to_str().unwrap()]);
-            std::thread::sleep(Duration::from_millis(wait));
-            lab.kill_9(run);
-        }
-        let mut run = lab.python("kinds.py", &["memory", lab.path().to_str().unwrap()]);
-        run.wait_said("continues from image 000001");
-        count_on(&lab, &mut run, 2);
-        finish(&lab, run);
+    let Some(lab) = Lab::new() else { return };
+    lab.kill_9(until_after_snapshot(&lab, "memory"));
+    for wait in [10, 25, 40, 50, 60, 70, 80, 95, 110] {
+        let run = lab.python("kinds.py", &["memory", lab.path().to_str().unwrap()]);
+        std::thread::sleep(Duration::from_millis(wait));
+        lab.kill_9(run);
     }
+    let mut run = lab.python("kinds.py", &["memory", lab.path().to_str().unwrap()]);
+    run.wait_said("continues from image 000001");
+    count_on(&lab, &mut run, 2);
+    finish(&lab, run);
 }
 
 #[test]

@@ -185,7 +185,7 @@ fn manifest(number: u32) -> Manifest {
         "criu": "4.2",
         "driver": null,
         "gpus": [],
-        "tree": { "pid_namespace": "private", "root": 1, "job": 2, "processes": [], "ids": [], "cuda": [] },
+        "tree": { "root": 1, "job": 2, "processes": [], "ids": [], "cuda": [] },
         "open_files": [],
         "saved_links": [],
         "recreate": [],

@@ -20,10 +20,6 @@ use core::ffi::{CStr, c_char};
 
 use sys::{Errno, Process, exit};
 
-/// Sent by the supervisor, or by the kernel when the supervisor dies, if there is no PID namespace whose end would kill
-/// the tree. It is the last but one real-time signal: hardly any program uses it, and the reaper never forwards it.
-const SIG_TEARDOWN: i32 = 63;
-
 /// The exit codes of a shell for a program that it cannot execute, and for one that is not there.
 const NOT_EXECUTED: i32 = 126;
 const NOT_FOUND: i32 = 127;
@@ -86,7 +82,7 @@ extern "C" fn begin(stack: *const usize) -> ! {
             let fence = file(7).map(|number| parse(number.to_bytes()));
             init(args.number(2), args.number(3), loopback, [file(5), file(6)], fence)
         }
-        b"reap" if argc >= 9 => reap(&args, envp),
+        b"reap" if argc >= 8 => reap(&args, envp),
         _ => exit(2),
     }
 }
@@ -156,18 +152,13 @@ fn own_terminals() {
     }
 }
 
-/// `reap PARENT UID GID GROUPS FLAGS INPUT PROGRAM -- ARGV...`
+/// `reap UID GID GROUPS FLAGS INPUT PROGRAM -- ARGV...`
 ///
-/// PARENT is the supervisor's pid if its death must be watched (without a PID namespace), else 0. UID is `-` to keep
-/// the present user. GROUPS is a comma-separated list. FLAGS: `n` sets no-new-privileges, `u` disables io_uring for the
+/// UID is `-` to keep the present user. GROUPS is a comma-separated list. FLAGS: `n` sets no-new-privileges, `u` disables io_uring for the
 /// job, `a` AMX. INPUT is the file for its standard input.
 fn reap(args: &Args, envp: *const *const c_char) -> ! {
-    let parent = args.number(2);
     let mut all = sys::block_all();
     if sys::become_subreaper().is_err() {
-        exit(125);
-    }
-    if parent != 0 && (sys::die_with_parent(SIG_TEARDOWN).is_err() || sys::parent() != parent) {
         exit(125);
     }
     let job = match sys::fork() {
@@ -189,13 +180,9 @@ fn reap(args: &Args, envp: *const *const c_char) -> ! {
                         if status != 0 {
                             freeze_the_others();
                         }
-                        end_like(status, parent != 0);
+                        end_like(status);
                     }
                 }
-            }
-            Ok(SIG_TEARDOWN) => {
-                kill_descendants();
-                exit(137);
             }
             Ok(signal) => {
                 let _ = sys::kill(job, signal);
@@ -207,7 +194,7 @@ fn reap(args: &Args, envp: *const *const c_char) -> ! {
 
 /// In the forked child: sets its group and identity, opens its standard input, and executes the job's program.
 fn become_job(args: &Args, envp: *const *const c_char) -> ! {
-    let (input, program) = (args.get(7), args.get(8));
+    let (input, program) = (args.get(6), args.get(7));
     let failed_at = |what: &[u8], path: &CStr, errno: Errno, code: i32| -> ! {
         let _ = sys::write(2, b"rekindle: cannot ");
         let _ = sys::write(2, what);
@@ -238,20 +225,20 @@ fn become_job(args: &Args, envp: *const *const c_char) -> ! {
         failed(b"start a process group for", e, 125);
     }
     // Before the identity is changed: only with CAP_SYS_ADMIN can a filter be set without disabling setuid programs.
-    if args.get(6).to_bytes().contains(&b'u')
+    if args.get(5).to_bytes().contains(&b'u')
         && let Err(e) = sys::refuse_io_uring()
     {
         failed(b"keep io_uring from", e, 125);
     }
-    if args.get(6).to_bytes().contains(&b'a')
+    if args.get(5).to_bytes().contains(&b'a')
         && let Err(e) = sys::refuse_amx()
     {
         failed(b"keep AMX from", e, 125);
     }
-    if args.get(3).to_bytes() != b"-" {
+    if args.get(2).to_bytes() != b"-" {
         let mut groups = [0u32; 4096];
         let mut count = 0;
-        for group in args.get(5).to_bytes().split(|b| *b == b',').filter(|g| !g.is_empty()) {
+        for group in args.get(4).to_bytes().split(|b| *b == b',').filter(|g| !g.is_empty()) {
             if count == groups.len() {
                 // Dropping groups could add rights, because a file can exclude a group.
                 failed(b"set more than 4096 groups for", Errno(0), 125);
@@ -261,15 +248,15 @@ fn become_job(args: &Args, envp: *const *const c_char) -> ! {
         }
         sys::leave_keyring();
         let switched = sys::set_groups(&groups[..count])
-            .and_then(|()| sys::set_gid(args.number(4)))
-            .and_then(|()| sys::set_uid(args.number(3)))
+            .and_then(|()| sys::set_gid(args.number(3)))
+            .and_then(|()| sys::set_uid(args.number(2)))
             // The change of user drops them, unless the securebits say otherwise (SECBIT_NO_SETUID_FIXUP).
-            .and_then(|()| if args.number(3) == 0 { Ok(()) } else { sys::drop_capabilities() });
+            .and_then(|()| if args.number(2) == 0 { Ok(()) } else { sys::drop_capabilities() });
         if let Err(e) = switched {
             failed(b"switch user for", e, 125);
         }
     }
-    if args.get(6).to_bytes().contains(&b'n')
+    if args.get(5).to_bytes().contains(&b'n')
         && let Err(e) = sys::no_new_privileges()
     {
         failed(b"set no-new-privileges for", e, 125);
@@ -280,8 +267,8 @@ fn become_job(args: &Args, envp: *const *const c_char) -> ! {
     if let Err(e) = sys::open_as_input(input) {
         failed_at(b"open the job's standard input", input, e, NOT_EXECUTED);
     }
-    // SAFETY: argument 9 is the `--`; the job's argv follows it and ends with argv's own null.
-    let argv = unsafe { args.0.add(10) };
+    // SAFETY: argument 8 is the `--`; the job's argv follows it and ends with argv's own null.
+    let argv = unsafe { args.0.add(9) };
     let errno = sys::exec(program, argv, envp);
     failed(b"execute", errno, if errno == sys::ENOENT { NOT_FOUND } else { NOT_EXECUTED })
 }
@@ -298,10 +285,7 @@ fn freeze_the_others() {
 }
 
 /// Ends as the job did: with the same exit code or signal.
-fn end_like(status: i32, alone: bool) -> ! {
-    if alone {
-        kill_descendants();
-    }
+fn end_like(status: i32) -> ! {
     let signal = status & 0x7f;
     if signal == 0 {
         exit((status >> 8) & 0xff);
@@ -310,17 +294,4 @@ fn end_like(status: i32, alone: bool) -> ! {
     sys::forbid_core();
     sys::raise(signal);
     exit(128 + signal)
-}
-
-/// Kills children until none is left. The children of a killed child become ours, because this is the subreaper.
-fn kill_descendants() {
-    loop {
-        sys::for_each_child(|pid| {
-            let _ = sys::kill(pid, sys::SIGKILL);
-        });
-        match sys::wait_any(0) {
-            Ok(Some(_)) => {}
-            _ => return,
-        }
-    }
 }

@@ -359,28 +359,6 @@ pub(crate) fn raise(signal: i32) {
     let _ = kill(own_pid(), signal);
 }
 
-/// Calls `act` with the pid of each child, from /proc/self/task/PID/children.
-pub(crate) fn for_each_child(mut act: impl FnMut(i32)) {
-    // The reaper has only one thread, so thread-self lists all children.
-    let Ok(fd) = open(c"/proc/thread-self/children", 0) else { return };
-    let mut buffer = [0u8; 256];
-    let mut pid: i32 = 0;
-    while let Ok(length) = call(0, [arg(fd), buffer.as_mut_ptr().addr(), buffer.len(), 0, 0]) {
-        if length == 0 {
-            break;
-        }
-        for byte in &buffer[..length] {
-            if byte.is_ascii_digit() {
-                pid = pid.wrapping_mul(10).wrapping_add(i32::from(byte - b'0'));
-            } else if pid != 0 {
-                act(pid);
-                pid = 0;
-            }
-        }
-    }
-    close(fd);
-}
-
 rekindle_abi::compiler_functions!();
 
 /// The compiler may call it for texts, and there is no libc that has it.

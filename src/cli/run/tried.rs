@@ -24,7 +24,7 @@ pub(super) fn try_criu(config: &Config, criu: &Criu, work: &WorkFolder) -> Resul
     if config.snapshot.rehearse.limit().is_none() {
         return Ok(());
     }
-    judged(doctor::try_criu(criu, config.job.pid_namespace, work.path()))
+    judged(doctor::try_criu(criu, work.path()))
 }
 
 fn judged(check: Check) -> Result<(), CannotRestore> {

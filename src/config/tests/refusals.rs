@@ -100,7 +100,6 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("job", "umask", "\"8\"", octal),
         ("job", "stdin", "\"tty\"", "must be \"null\", \"inherit\" or an absolute path"),
         ("job", "environment-mode", "\"none\"", "must be \"inherit\" or \"clean\""),
-        ("job", "pid-namespace", "true", "must be \"private\" or \"host\""),
         ("job", "no-new-privileges", "\"true\"", "must be true or false"),
         ("job", "command", "\"python3\"", "must be a list of strings, such as [\"python3\", \"train.py\"]"),
         ("job", "command", "[\"\", \"x\"]", "must begin with a program"),
@@ -314,13 +313,6 @@ fn what_just_keeps_a_rule_is_accepted() {
 fn a_default_that_no_longer_fits_is_named() {
     let told = problems("version = 1\nrestart.backoff = \"10m\"\n");
     assert_eq!(told, ["default: restart.backoff-max = \"5m\": must be at least restart.backoff, which is \"10m\""]);
-}
-
-#[test]
-fn a_network_of_its_own_takes_a_pid_namespace_of_its_own() {
-    let told = problems("version = 1\njob.pid-namespace = \"host\"\nnetwork.mode = \"private\"\n");
-    let rule = "must be \"host\" if job.pid-namespace is \"host\": both namespaces belong to one init";
-    assert_eq!(told, [format!("3: network.mode = \"private\": {rule}")]);
 }
 
 #[test]

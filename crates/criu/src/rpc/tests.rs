@@ -210,7 +210,7 @@ fn an_answer_that_is_none_and_a_program_that_is_none() {
     let place =
         Place { criu: &criu, init: None, images: Path::new("/"), opened: None, work: Path::new("/"), timeout: LONG };
     assert!(matches!(
-        Run::start(&place, Orphan::Dies, Given::default(), None),
+        Run::start(&place, Given::default(), None),
         Err(RunError::Start(spawn::Error::Child { step: "execve", .. }))
     ));
 }

@@ -1,4 +1,4 @@
-//! The namespaces that a job runs in: PID and mount namespaces under an init of ours, or the host's.
+//! The namespaces that a job runs in: PID and mount namespaces under an init of ours.
 //!
 //! Layout. The supervisor is outside. `init` is pid 1 of the namespaces and in no image. The `reaper` (pid 1000) is a
 //! child of the supervisor, created inside the namespaces, and the root of every image; the job (pid 1001) is its
@@ -15,8 +15,6 @@
 //!   the job, CRIU, half-restored tasks. Nothing runs unsupervised.
 //! - Daemons that the job leaves behind become children of the reaper and are in the image.
 //! - The supervisor waits for the end of the job in the same manner after a start and after a restore.
-//!
-//! In the host's namespaces the reaper itself watches the supervisor, and pids of an image can be in use.
 
 use std::ffi::OsString;
 use std::io;
@@ -37,10 +35,8 @@ use rekindle_os::spawn::{self, Child, Ended, Spawn};
 /// The reaper's pid in a new world. CRIU and its helpers need numbers of their own at a restore; the kernel never goes
 /// below 300 again once it has counted past that (`RESERVED_PIDS`), so what lies below stays free.
 pub const FIRST_PID: i32 = 1000;
-/// Tells the reaper to kill the tree if there is no namespace; the reaper uses the same number.
-const SIG_TEARDOWN: i32 = 63;
 
-/// The network that a job in a [`World::Private`] sees.
+/// The network that a job sees.
 #[derive(Debug, Clone, Copy)]
 pub enum Network<'a> {
     /// The supervisor's network.
@@ -77,31 +73,23 @@ impl<'a> Network<'a> {
 
 /// The namespaces that a job runs in.
 #[derive(Debug)]
-pub enum World {
-    /// Namespaces of its own.
-    Private {
-        /// The init of the namespaces.
-        init: Child,
-        /// The connection to the outside, if there is one.
-        uplink: Option<Uplink>,
-        /// The connection to the group, if there is one, and the group's addresses.
-        group: Option<(group::Subnet, Cable)>,
-        /// When init ends the job.
-        fence: Option<Arc<Fence>>,
-        /// What was mounted before the job ran, if the kernel tells it.
-        mounts: Option<Before>,
-    },
-    /// The namespaces of the supervisor.
-    Host,
+pub struct World {
+    init: Child,
+    /// The connection to the outside, if there is one.
+    uplink: Option<Uplink>,
+    /// The connection to the group, if there is one, and the group's addresses.
+    group: Option<(group::Subnet, Cable)>,
+    /// When init ends the job.
+    fence: Option<Arc<Fence>>,
+    /// What was mounted before the job ran, if the kernel tells it.
+    mounts: Option<Before>,
 }
 
 /// Why a world could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Init did not start.
-    #[error(
-        "cannot create the job's namespaces: run rekindle as root in the initial user namespace, or try job.pid-namespace = \"host\""
-    )]
+    #[error("cannot create the job's namespaces: run rekindle as root in the initial user namespace")]
     Start(#[from] spawn::Error),
     /// Init could not prepare the namespaces.
     #[error("cannot prepare the job's namespaces: {step} failed")]
@@ -131,7 +119,7 @@ impl World {
     ///
     /// # Errors
     /// When the kernel does not allow namespaces, /proc cannot be mounted, or a configured uplink cannot be started.
-    pub fn private(reaper: &Path, last_pid: i32, network: Network<'_>) -> Result<World, Error> {
+    pub fn new(reaper: &Path, last_pid: i32, network: Network<'_>) -> Result<World, Error> {
         let (flags, loopback) = match network {
             Network::Host => (CloneFlags::empty(), "-"),
             Network::Private | Network::Group(_, None, _) => (CloneFlags::CLONE_NEWNET, "l"),
@@ -165,7 +153,7 @@ impl World {
             (Ok(()), [b'o', b'k']) => match connect(network, &init, owned) {
                 Ok((uplink, group)) => {
                     let mounts = Before::look(init.pid()).ok();
-                    return Ok(World::Private { init, uplink, group, fence, mounts });
+                    return Ok(World { init, uplink, group, fence, mounts });
                 }
                 Err(error) => error,
             },
@@ -183,52 +171,38 @@ impl World {
             }
             (Err(source), _) => Error::Talk(source),
         };
-        World::Private { init, uplink: None, group: None, fence: None, mounts: None }.end(None);
+        World { init, uplink: None, group: None, fence: None, mounts: None }.end(None);
         Err(failed)
     }
 
-    /// Init of a private world.
+    /// The init of the namespaces.
     #[must_use]
-    pub fn init(&self) -> Option<&Child> {
-        match self {
-            World::Private { init, .. } => Some(init),
-            World::Host => None,
-        }
+    pub fn init(&self) -> &Child {
+        &self.init
     }
 
     /// What the job of this world, with these processes, has mounted in it.
     #[must_use]
     pub fn mounted(&self, tree: &[i32]) -> Option<Mounted> {
-        match self {
-            World::Private { mounts, .. } => mounts.as_ref()?.since(tree),
-            // What is mounted stays.
-            World::Host => None,
-        }
+        self.mounts.as_ref()?.since(tree)
     }
 
     /// Whether the moment has passed at which init ends the job.
     #[must_use]
     pub fn is_fenced(&self) -> bool {
-        matches!(self, World::Private { fence: Some(fence), .. } if fence.is_over())
+        self.fence.as_ref().is_some_and(|fence| fence.is_over())
     }
 
     /// The connection to the group.
     #[must_use]
     pub fn cable(&self) -> Option<&Cable> {
-        self.group().map(|(_, cable)| cable)
+        self.group.as_ref().map(|(_, cable)| cable)
     }
 
     /// The addresses of the group: connections between two of them are kept in images.
     #[must_use]
     pub fn subnet(&self) -> Option<group::Subnet> {
-        self.group().map(|(subnet, _)| *subnet)
-    }
-
-    fn group(&self) -> Option<&(group::Subnet, Cable)> {
-        match self {
-            World::Private { group, .. } => group.as_ref(),
-            World::Host => None,
-        }
+        self.group.as_ref().map(|(subnet, _)| *subnet)
     }
 
     /// What is needed to create a child process in this world.
@@ -236,37 +210,12 @@ impl World {
     /// # Errors
     /// When descriptors run out.
     pub fn entrance(&self) -> io::Result<spawn::World> {
-        Ok(match self {
-            World::Private { init, .. } => init.entrance(CloneFlags::CLONE_NEWIPC | CloneFlags::CLONE_NEWNET)?,
-            World::Host => spawn::World::Host,
-        })
+        self.init.entrance(CloneFlags::CLONE_NEWIPC | CloneFlags::CLONE_NEWNET)
     }
 
-    /// Kills everything in this world, and waits until it is gone. Safe to call while a restore is failing.
-    pub fn kill(&self, root: Option<&Child>) {
-        match (self, root) {
-            (World::Private { init, .. }, _) => drop(init.signal(libc::SIGKILL)),
-            (World::Host, Some(root)) => {
-                let _ = root.signal(SIG_TEARDOWN);
-                // The reaper ends after all others.
-                if !ends_within(root, THAW_AFTER) {
-                    thaw(root);
-                }
-            }
-            // See `abandon`.
-            (World::Host, None) => {}
-        }
-    }
-
-    /// Kills what a restore has made that failed.
-    pub fn abandon(&self, attempt: Attempt<'_>) {
-        match self {
-            World::Private { .. } => self.kill(None),
-            World::Host => {
-                let children = process::children(std::process::id().cast_signed());
-                children.into_iter().filter(|child| attempt.made(*child)).for_each(kill_tree);
-            }
-        }
+    /// Kills everything in this world. Safe to call while a restore is failing.
+    pub fn kill(&self) {
+        let _ = self.init.signal(libc::SIGKILL);
     }
 
     /// Kills and reaps everything, the root first: a dying init waits for the zombies that have their parent outside of
@@ -285,59 +234,32 @@ impl World {
                 remaining(&process::tree(below.pid()), asked.elapsed()).into_iter().for_each(&mut *tell);
             }
         };
-        self.kill(root);
+        self.kill();
         let mut ended = None;
         if let Some(root) = root {
-            // A process that a tracer had stopped when it died stays stopped; SIGKILL ends it in any state. In the
-            // host's namespaces the reaper may take a moment to end the others first.
-            if matches!(self, World::Host) && !ends_within(root, Duration::from_secs(5)) {
-                kill_tree(root.pid());
-            }
             while !ends_within(root, LOOK) {
                 tell_if_due(root);
             }
             ended = root.wait().ok();
         }
         spawn::reap_strays();
-        if let World::Private { init, uplink, .. } = self {
-            if let Some(uplink) = uplink {
-                uplink.stop();
-            }
-            // Processes of a failed restore are our children too, and some are still dying. Each has to be reaped:
-            // otherwise init waits for it for ever, and we wait for init.
-            let mut thawed = std::time::Instant::now();
-            while !ends_within(init, Duration::from_millis(10)) {
-                spawn::reap_strays();
-                if thawed.elapsed() >= THAW_AFTER {
-                    thaw(init);
-                    thawed = std::time::Instant::now();
-                }
-                tell_if_due(init);
-            }
-            // The namespace is empty when this returns.
-            let _ = init.wait();
+        if let Some(uplink) = &self.uplink {
+            uplink.stop();
         }
+        // Processes of a failed restore are our children too, and some are still dying. Each has to be reaped:
+        // otherwise init waits for it for ever, and we wait for init.
+        let mut thawed = std::time::Instant::now();
+        while !ends_within(&self.init, Duration::from_millis(10)) {
+            spawn::reap_strays();
+            if thawed.elapsed() >= THAW_AFTER {
+                thaw(&self.init);
+                thawed = std::time::Instant::now();
+            }
+            tell_if_due(&self.init);
+        }
+        // The namespace is empty when this returns.
+        let _ = self.init.wait();
         ended
-    }
-}
-
-/// A restore under way.
-#[derive(Debug, Clone, Copy)]
-pub struct Attempt<'a> {
-    /// The numbers that the processes of the image have.
-    pub pids: &'a [i32],
-    /// When it began, since the boot.
-    pub began: Duration,
-}
-
-impl Attempt<'_> {
-    /// Whether it has made this child of ours in the host's namespaces, dead or half restored. As pid 1 of a container we get
-    /// the orphans of others as children too, which we do not know either.
-    fn made(&self, child: i32) -> bool {
-        /// The unit of start times.
-        const TICK: Duration = Duration::from_millis(10);
-        let is_new = || process::began(child).is_some_and(|began| began + TICK >= self.began);
-        !spawn::is_known(child) && self.pids.contains(&child) && is_new()
     }
 }
 
@@ -412,29 +334,6 @@ fn thaw(root: &Child) {
 pub(crate) fn kill_tree(root: i32) {
     for pid in process::tree(root) {
         let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL);
-    }
-}
-
-/// How long the processes of a failed restore may take to end.
-const LEFTOVERS_END: Duration = Duration::from_secs(5);
-
-/// Ends the process `root` that a failed restore left in the host's namespaces, and waits until the dead of the image's
-/// `pids` are reaped: until then the next restore finds their pids in use. The root may be a child of ours; the others
-/// are reaped by the machine's pid 1, which in some containers looks only once in a second or two.
-pub(crate) fn end_leftovers(root: i32, pids: &[i32], cancelled: &dyn Fn() -> bool) {
-    let deadline = std::time::Instant::now() + LEFTOVERS_END;
-    loop {
-        let left = rekindle_criu::find_restored(root, None);
-        let is_dead = |pid: &i32| process::state(*pid) == Some('Z');
-        if left.is_none() && !pids.iter().any(is_dead) {
-            return;
-        }
-        if cancelled() || std::time::Instant::now() > deadline {
-            return;
-        }
-        left.into_iter().for_each(kill_tree);
-        spawn::reap_strays();
-        std::thread::sleep(Duration::from_millis(1));
     }
 }
 

@@ -127,9 +127,6 @@ pub enum Error {
     /// CRIU could not restore the tree.
     #[error("{0}")]
     Criu(#[from] criu::RunError),
-    /// In the host's PID namespace, another process has a pid of the image.
-    #[error("{0}")]
-    PidTaken(#[source] criu::RunError),
     /// The job's folder cannot be used.
     #[error(transparent)]
     Store(#[from] rekindle_store::Error),
@@ -239,7 +236,6 @@ impl Error {
             | Error::Landing(_)
             | Error::Panicked(_) => Blame::Machine,
             // It may be a zombie of the previous life, which pid 1 has not reaped yet.
-            Error::PidTaken(_) => Blame::Machine,
             Error::Gpu(gpu::Error::NoThread(_)) => Blame::Image,
             // The processes of the image have other memory than it says, or miss some: the same comes of each attempt, and
             // an older image may be right.
@@ -307,7 +303,7 @@ impl Error {
     #[must_use]
     pub fn criu_log(&self) -> Option<&criu::Log> {
         match self {
-            Error::Criu(error) | Error::PidTaken(error) => error.log(),
+            Error::Criu(error) => error.log(),
             _ => None,
         }
     }

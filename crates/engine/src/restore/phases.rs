@@ -10,7 +10,7 @@ use super::compat::{self, Here};
 use super::{Error, Request};
 use crate::launch::group::Cable;
 use crate::launch::identity::Identity;
-use crate::launch::world::{self, Attempt, Network, World};
+use crate::launch::world::{self, Network, World};
 use crate::launch::{Job, plugin};
 use crate::parts::files::moved::{self, Logs};
 use crate::parts::files::put_back as files;
@@ -30,12 +30,10 @@ use rekindle_criu::image::LostLocks;
 use rekindle_criu::{self as criu, Hooks, Notify, Place, Plugin, RestoreOptions};
 use rekindle_objects::Rights;
 use rekindle_os::beneath::Beneath;
-use rekindle_os::clock::since_boot;
 use rekindle_os::exits::Watched;
 use rekindle_os::spawn::{Child, Ended};
 use rekindle_os::{process, ptrace};
 use rekindle_store::Manifest;
-use rekindle_store::manifest::PidNamespace;
 
 /// The phases from the namespaces to the GPUs.
 fn steps<'a>() -> [Step<Restore<'a>, Error>; 8] {
@@ -106,8 +104,6 @@ struct Restore<'a> {
     /// What its threads set before they run.
     later: Later,
     cancelled: &'a (dyn Fn() -> bool + Sync),
-    /// When it began, since the boot.
-    began: Duration,
     made: Made,
     open: Vec<Watched>,
     differences: Vec<String>,
@@ -129,7 +125,7 @@ pub(super) fn revive(
     let lost_locks = criu::image::lost_locks(&request.image.dir.join(CRIU_DIR)).map_err(criu::RunError::Image)?;
     let (made, gpus, stopped) = (Made::Nothing, Gpus::Back, gpu::Stopped::default());
     let (ahead, open, differences) = (None, Vec::new(), Vec::new());
-    let (began, later) = (since_boot(), Later::default());
+    let later = Later::default();
     let mut restore = Restore {
         request,
         manifest,
@@ -137,7 +133,6 @@ pub(super) fn revive(
         lost_locks,
         later,
         cancelled,
-        began,
         made,
         open,
         differences,
@@ -168,23 +163,14 @@ impl Restore<'_> {
     }
 
     fn make_world(&mut self) -> Result<(), Error> {
-        self.made = Made::World(match self.manifest.tree.pid_namespace {
-            PidNamespace::Private => {
-                let last_pid = world::last_pid_for(&self.manifest.tree.ids);
-                World::private(self.request.own.reaper, last_pid, self.request.network)?
-            }
-            PidNamespace::Host => World::Host,
-        });
+        let last_pid = world::last_pid_for(&self.manifest.tree.ids);
+        self.made = Made::World(World::new(self.request.own.reaper, last_pid, self.request.network)?);
         Ok(())
     }
 
     fn end_world(&mut self) -> Result<(), String> {
         if let Made::World(world) = std::mem::replace(&mut self.made, Made::Nothing) {
-            world.abandon(Attempt { pids: &self.manifest.tree.ids, began: self.began });
             world.end(None);
-            if matches!(world, World::Host) {
-                world::end_leftovers(self.manifest.tree.root, &self.manifest.tree.ids, self.cancelled);
-            }
         }
         Ok(())
     }
@@ -203,7 +189,6 @@ impl Restore<'_> {
         // The world stays where the undo finds it, also if this panics.
         let Made::World(world) = &self.made else { return Err(self.lost()) };
         (self.request.prepare.0)(world);
-        let taken = matches!(world, World::Host);
         match run_criu(self.request, self.manifest, world, &self.lost_locks, Until::ItRuns, self.cancelled) {
             Ok(Some(Run { root, open, differences, later })) => {
                 (self.open, self.differences, self.later) = (open, differences, later);
@@ -217,9 +202,6 @@ impl Restore<'_> {
             }
             Ok(None) => Err(self.lost()),
             Err(Error::Criu(criu::RunError::Cancelled)) => Err(Error::Cancelled),
-            Err(Error::Criu(error)) if taken && error.log().is_some_and(criu::Log::says_pid_taken) => {
-                Err(Error::PidTaken(error))
-            }
             Err(other) => Err(other),
         }
     }
@@ -370,19 +352,18 @@ pub(super) fn run_criu(
     let (opened, work) = (opened(request.folder, &images)?, request.own.work.criu());
     let place = Place {
         criu: request.criu,
-        init: world.init(),
+        init: Some(world.init()),
         images: images.path(),
         opened: opened.as_ref(),
         work: &work,
         timeout: request.timeout,
     };
-    let attempt = Attempt { pids: &manifest.tree.ids, began: since_boot() };
     let abandon = || {
         // Before CRIU, which traces them: whatever a tracer leaves behind runs on.
-        if let Some(root) = world.init().and_then(|init| criu::find_restored(manifest.tree.root, Some(init))) {
+        if let Some(root) = criu::find_restored(manifest.tree.root, Some(world.init())) {
             world::kill_tree(root);
         }
-        world.abandon(attempt);
+        world.kill();
     };
     let died = || died_while_restored(&images);
     let output = request.output.identities()?;
@@ -407,7 +388,8 @@ pub(super) fn run_criu(
             Notify::PreResume => false,
             _ => return Ok(()),
         };
-        let root = criu::find_restored(manifest.tree.root, world.init()).ok_or("the restored tree cannot be found")?;
+        let root =
+            criu::find_restored(manifest.tree.root, Some(world.init())).ok_or("the restored tree cannot be found")?;
         if !first && until == Until::ItWouldRun {
             // If CRIU or we are killed before they are, they do not run either.
             process::tree(root).into_iter().for_each(|pid| drop(ptrace::stop_when_let_go(pid)));

@@ -198,11 +198,9 @@ fn restore(
     let _landing = landing::put_back::put_empty(manifest, request.identity).map_err(|error| not_tried(error.into()))?;
     let manifest = &light::manifest_in_view(manifest);
     let lost_locks = criu::image::lost_locks(&image.dir.join(CRIU_DIR)).map_err(Failure::of_image)?;
-    let world = World::private(request.own.reaper, world::last_pid_for(&manifest.tree.ids), request.network)
+    let world = World::new(request.own.reaper, world::last_pid_for(&manifest.tree.ids), request.network)
         .map_err(|error| Failure::of(&error))?;
-    let result = world
-        .init()
-        .map_or(Ok(()), |init| netns::own_all_addresses(init.pid()))
+    let result = netns::own_all_addresses(world.init().pid())
         .map_err(|error| Failure::NotTried(format!("cannot set up its network: {error}")))
         .and_then(|()| {
             run_criu(&request, manifest, &world, &lost_locks, Until::ItWouldRun, &|| false)

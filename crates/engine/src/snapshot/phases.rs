@@ -260,7 +260,7 @@ impl Freeze<'_> {
         let (opened, work) = (opened(subject.folder, &dir)?, subject.ours.work.criu());
         let place = Place {
             criu: subject.criu,
-            init: subject.job.world.init(),
+            init: Some(subject.job.world.init()),
             images: dir.path(),
             opened: opened.as_ref(),
             work: &work,

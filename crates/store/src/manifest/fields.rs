@@ -206,8 +206,6 @@ impl From<&nvml::Gpu> for Gpu {
 /// The processes in an image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobTree {
-    /// The namespace of the pids below.
-    pub pid_namespace: PidNamespace,
     /// The root of the dumped tree: the reaper.
     pub root: i32,
     /// The process that runs the command.
@@ -231,16 +229,6 @@ pub struct JobTree {
     /// none.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub cuda_memory: BTreeMap<i32, BTreeMap<String, u64>>,
-}
-
-/// The PID namespace of a job.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum PidNamespace {
-    /// Its own namespace: the pids of the image are always free.
-    Private,
-    /// The supervisor's namespace: a restore fails if another process has one of the pids.
-    Host,
 }
 
 /// A process in an image.

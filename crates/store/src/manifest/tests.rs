@@ -108,7 +108,7 @@ fn the_file_is_json_that_others_can_read() {
     assert_eq!(json["format"], "rekindle-image");
     assert_eq!(json["version"], 1);
     assert_eq!(json["manifest"]["reason"], "interval");
-    assert_eq!(json["manifest"]["tree"]["pid_namespace"], "private");
+    assert_eq!(json["manifest"]["tree"]["root"], 1);
     assert_eq!(json["manifest"].get("interval"), None, "as before there was such a field");
     assert_eq!(json["manifest"]["parts"][0]["blake3"], blake3::hash(b"abc").to_hex().as_str());
 }

@@ -3,7 +3,6 @@
 use super::{Difference, Here, Severity};
 use rekindle_criu::Version;
 use rekindle_store::Manifest;
-use rekindle_store::manifest::PidNamespace;
 
 pub(super) fn compare(manifest: &Manifest, here: &Here) -> Vec<Difference> {
     criu(manifest, here).into_iter().chain(kernel(manifest, here)).chain(pids(manifest, here)).collect()
@@ -17,7 +16,7 @@ fn release(text: &str) -> Option<(u32, u32)> {
 /// there is; before, that of the machine applies to all.
 fn pids(manifest: &Manifest, here: &Here) -> Option<Difference> {
     let (highest, limit) = (manifest.tree.ids.iter().copied().max()?, here.pid_max?);
-    let has_its_own = manifest.tree.pid_namespace == PidNamespace::Private && release(&here.host.kernel)? >= (6, 14);
+    let has_its_own = release(&here.host.kernel)? >= (6, 14);
     (highest >= limit && !has_its_own).then(|| {
         Difference::new(Severity::Fatal, "pids", format!("the pid {highest}"), format!("kernel.pid_max = {limit}"))
             .advise("run `sysctl kernel.pid_max=4194304`")

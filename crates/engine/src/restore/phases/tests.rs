@@ -62,7 +62,7 @@ fn play(
     let false_criu = Criu::known("/bin/false".into(), Version(4, 2, 0));
     let inits = Mutex::new(Vec::new());
     let note = |world: &World| {
-        inits.lock().unwrap().push(world.init().unwrap().pid());
+        inits.lock().unwrap().push(world.init().pid());
         prepared();
     };
     let request = Request {
@@ -95,7 +95,6 @@ fn play(
         lost_locks,
         later: Later::default(),
         cancelled: &|| false,
-        began: since_boot(),
         made: Made::Nothing,
         open: Vec::new(),
         differences: Vec::new(),

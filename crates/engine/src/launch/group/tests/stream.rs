@@ -118,7 +118,7 @@ fn world(machine: &Machine, folder: &Path, rank: u32, vni: u32, peer: IpAddr, la
         names: [(0, vec!["node-a".to_owned()])].into(),
         directory: folder.to_path_buf(),
     };
-    machine.run(|| World::private(&reaper, last_pid, Network::Group(&plan, None, None)).unwrap())
+    machine.run(|| World::new(&reaper, last_pid, Network::Group(&plan, None, None)).unwrap())
 }
 
 impl Node<'_> {
@@ -139,7 +139,14 @@ impl Node<'_> {
     }
 
     fn place<'a>(&'a self, images: &'a Path, work: &'a Path) -> Place<'a> {
-        Place { criu: self.criu, init: self.world.init(), images, opened: None, work, timeout: Duration::from_secs(60) }
+        Place {
+            criu: self.criu,
+            init: Some(self.world.init()),
+            images,
+            opened: None,
+            work,
+            timeout: Duration::from_secs(60),
+        }
     }
 
     fn dump(&self, moment: u32) {
