@@ -233,6 +233,9 @@ pub(crate) struct InetSocketEntry {
     pub source: Vec<u32>,
     #[prost(uint32, repeated, packed = "false", tag = "12")]
     pub destination: Vec<u32>,
+    /// `sk_shutdown`: 1 if it was shut down for reading, 2 for writing, 3 for both.
+    #[prost(uint32, optional, tag = "19")]
+    pub shutdown: Option<u32>,
 }
 
 /// The used fields of `tcp_stream_entry`.

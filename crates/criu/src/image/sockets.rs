@@ -14,7 +14,6 @@ use rekindle_os::beneath::Beneath;
 const TCP: u32 = 6;
 /// `TCP_LISTEN` of the kernel's `tcp_states.h`.
 const LISTEN: u32 = 10;
-const CLOSE_WAIT: u32 = 8;
 
 /// The field of `inet_sk_entry` that says how it was shut down.
 const SHUTDOWN: u64 = 19;
@@ -107,22 +106,41 @@ pub(super) fn ends(socket: &TcpSocket) -> Option<(SocketAddr, SocketAddr)> {
     }
 }
 
-/// Makes the sockets with these inodes open for writing. `states` are theirs then, of the kernel's `tcp_states.h`.
-pub(super) fn open_for_writing(dir: &Beneath, states: &HashMap<u32, u32>) -> Result<(), Error> {
+/// Which directions of a connection are open.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Open {
+    /// The other end was closed for writing.
+    OtherEndClosed,
+    /// Both. `again`: the other end is closed for writing again later, so that nothing of it stays.
+    Both { again: bool },
+}
+
+/// Makes the sockets with these inodes open for writing.
+pub(super) fn open_again(dir: &Beneath, open: &HashMap<u32, Open>) -> Result<(), Error> {
+    const ESTABLISHED: u32 = 1;
+    const CLOSE_WAIT: u32 = 8;
+    /// Of what was shut down: reading. The program itself can have done so, too.
+    const READ: u32 = 1;
     let path = dir.join("files.img");
     rewrite(&path, FILES, |entry: FileEntry, record| {
-        let Some(state) = entry.inet.as_ref().and_then(|inet| states.get(&inet.inode)) else { return Ok(None) };
+        let found = entry.inet.as_ref().and_then(|inet| Some((inet.shutdown.unwrap_or(0), open.get(&inet.inode)?)));
+        let Some((shut, open)) = found else { return Ok(None) };
+        let (state, shut) = match open {
+            Open::OtherEndClosed => (CLOSE_WAIT, READ),
+            Open::Both { again: false } => (ESTABLISHED, shut & READ),
+            Open::Both { again: true } => (ESTABLISHED, 0),
+        };
         let mut numbers = Vec::new();
-        // state, and shutdown = READ where the other end was closed. CRIU calls shutdown(2) if the latter is there.
-        for (field, value) in [(6, *state), (SHUTDOWN, 1)] {
-            if field != SHUTDOWN || *state == CLOSE_WAIT {
+        // CRIU calls shutdown(2) if the field is there.
+        for (field, value) in [(6, Some(state)), (SHUTDOWN, Some(shut).filter(|shut| *shut != 0))] {
+            if let Some(value) = value {
                 encode_varint(field << 3, &mut numbers);
                 encode_varint(value.into(), &mut numbers);
             }
         }
-        let open = |content: &[u8]| Some([without_number(content, SHUTDOWN)?, numbers.clone()].concat());
+        let change = |content: &[u8]| Some([without_number(content, SHUTDOWN)?, numbers.clone()].concat());
         let changed = with_fields(record, |key, content| match key == INET {
-            true => open(content).map(Some),
+            true => change(content).map(Some),
             false => Some(None),
         });
         changed.map(Some).ok_or_else(|| damaged(&path, format!("the record of file {}", entry.id)))
@@ -157,6 +175,7 @@ mod tests {
             destination_port: destination.1,
             source: source.0.to_vec(),
             destination: destination.0.to_vec(),
+            shutdown: None,
         };
         let mut content = inet.encode_to_vec();
         content.extend([13 << 3 | 2, 2, 8, 1]);

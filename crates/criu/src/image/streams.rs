@@ -12,7 +12,7 @@ use std::net::SocketAddr;
 
 use prost::encoding::encode_varint;
 
-use super::sockets::{TcpSocket, ends, open_for_writing};
+use super::sockets::{Open, TcpSocket, ends, open_again};
 use super::{COMMON, Error, FILES, Records, damaged, put};
 use crate::proto::{FileEntry, TcpStreamEntry};
 use rekindle_os::beneath::Beneath;
@@ -115,10 +115,18 @@ pub struct Unsent {
     pub is_last: bool,
 }
 
-/// Takes out of the queues of connections inside the image what was written and not sent, so that it is written again when both
-/// ends are there ([`unsent`]). CRIU sends it as soon as it has made the end that has it. If it has not made the other end by
-/// then, the kernel answers that there is no such connection, and the restore fails with a broken pipe. Returns how many ends
-/// had such data.
+/// Whether an end in this state was closed for writing (the other end was sent a FIN, or is to be), and whether it knows that
+/// the other one was.
+fn closed(state: u32) -> (bool, bool) {
+    let (here, there) = ([FIN_WAIT1, FIN_WAIT2, LAST_ACK, CLOSING], [CLOSE_WAIT, LAST_ACK, CLOSING]);
+    (here.contains(&state), there.contains(&state))
+}
+
+/// Takes out of connections inside the image what CRIU cannot make as long as it has not made the other end: what was written and
+/// not sent, and that an end was closed for writing. Both come again when both ends are there ([`unsent`]). CRIU sends the former
+/// as soon as it has made the end that has it, and makes the latter by packets of its own, which the kernel acknowledges. If the
+/// other end is not there by then, the kernel answers that there is no such connection: the restore fails with a broken pipe, or
+/// the connection is reset. Returns how many ends were changed.
 ///
 /// It goes to the end of the file of the connection, behind the queues, where CRIU does not look, with a byte before it that is 1
 /// if the end was closed for writing since. In the image such an end is not closed: it is closed again when all is written.
@@ -126,19 +134,17 @@ pub struct Unsent {
 /// # Errors
 /// When an image file is missing or damaged, or cannot be written.
 pub fn set_unsent_apart(dir: &Beneath) -> Result<usize, Error> {
+    let pairs = pairs(dir)?;
     let mut opened = HashMap::new();
     let mut count = 0;
-    for end in pairs(dir)?.into_values() {
-        // CRIU counts the FIN in the number of the next byte, and in no length.
-        let (is_last, state) = match end.state {
-            ESTABLISHED | CLOSE_WAIT => (false, end.state),
-            FIN_WAIT1 => (true, ESTABLISHED),
-            LAST_ACK | CLOSING => (true, CLOSE_WAIT),
-            _ => continue,
-        };
-        let Some(unsent) = end.stream.unsq_len.filter(|length| (1..=end.stream.outq_len).contains(length)) else {
+    for (&(local, remote), end) in &pairs {
+        let (is_last, knows_end) = closed(end.state);
+        // The other end will be closed again.
+        let is_told_again = knows_end && pairs.get(&(remote, local)).is_some_and(|other| closed(other.state).0);
+        let unsent = end.stream.unsq_len.filter(|length| *length <= end.stream.outq_len).unwrap_or(0);
+        if unsent == 0 && !is_last && !is_told_again {
             continue;
-        };
+        }
         let path = path(dir, end.inode);
         let mut records = Records::open(path.clone(), STREAM)?;
         let at = records.at + 4;
@@ -146,19 +152,33 @@ pub fn set_unsent_apart(dir: &Beneath) -> Result<usize, Error> {
         let record = records.bytes.get(at..records.at).unwrap_or_default();
         let queues = records.bytes.get(records.at..).unwrap_or_default();
         let length = end.stream.outq_len - unsent;
-        let next = end.stream.outq_seq.wrapping_sub(unsent).wrapping_sub(u32::from(is_last));
+        // CRIU counts the FIN in the numbers of the next bytes, and in no length.
+        let mut numbers =
+            vec![(3, length), (4, end.stream.outq_seq.wrapping_sub(unsent).wrapping_sub(u32::from(is_last))), (12, 0)];
+        if is_told_again {
+            let received = end.stream.inq_seq.wrapping_sub(1);
+            numbers.push((2, received));
+            numbers.extend(end.stream.rcv_wup.filter(|number| *number == end.stream.inq_seq).map(|_| (17, received)));
+        }
         let kept = usize::try_from(u64::from(end.stream.inq_len) + u64::from(length)).ok();
         let (queues, unsent) =
             kept.and_then(|kept| queues.split_at_checked(kept)).ok_or_else(|| damaged(&path, "the queue is cut"))?;
-        let record = with_numbers(record, &[(3, length), (4, next), (12, 0)]);
-        write(&path, record, &[queues, &[u8::from(is_last)], unsent])?;
-        if is_last {
-            opened.insert(end.inode, state);
+        let record = with_numbers(record, &numbers);
+        match is_last || !unsent.is_empty() {
+            true => write(&path, record, &[queues, &[u8::from(is_last)], unsent])?,
+            false => write(&path, record, &[queues])?,
+        }
+        if is_last || is_told_again {
+            let still_knows = knows_end && !is_told_again;
+            opened.insert(
+                end.inode,
+                if still_knows { Open::OtherEndClosed } else { Open::Both { again: is_told_again } },
+            );
         }
         count += 1;
     }
     if !opened.is_empty() {
-        open_for_writing(dir, &opened)?;
+        open_again(dir, &opened)?;
     }
     Ok(count)
 }
@@ -285,6 +305,7 @@ mod tests {
                 destination_port: 8001 - at,
                 source: vec![address],
                 destination: vec![address],
+                shutdown: None,
             };
             sockets.push(FileEntry { id: at + 1, reg: None, inet: Some(inet), unix: None }.encode_to_vec());
             let [inq_len, outq_len] = [inq, outq].map(|queue| u32::try_from(queue.len()).unwrap());
@@ -396,6 +417,30 @@ mod tests {
             assert_eq!((found[0].data.as_slice(), found[0].is_last), (&b"last"[..], true));
             assert_eq!(behind(&dir).unwrap(), []);
         }
+    }
+
+    /// CRIU would send the other end packets that this one acknowledges, perhaps before the other end is there.
+    #[test]
+    fn an_end_that_was_closed_is_closed_when_both_are_there() {
+        let closing = (CLOSING, &b""[..], 1001, &b"b"[..], 502);
+        for (ends, last) in [
+            ([(FIN_WAIT2, &b""[..], 500, &b""[..], 1001), (CLOSE_WAIT, b"unread", 1001, b"", 500)], 1),
+            ([(FIN_WAIT1, b"", 500, b"ab", 1001), (CLOSE_WAIT, b"", 1001, b"", 500)], 1),
+            ([(CLOSING, b"", 502, b"a", 1001), closing], 2),
+        ] {
+            let dir = image(ends);
+            let dir = beneath(dir.path());
+            assert_eq!(set_unsent_apart(&dir).unwrap(), 2);
+            let found = unsent(&dir).unwrap();
+            assert!(found.len() == last && found.iter().all(|end| end.data.is_empty() && end.is_last), "{found:?}");
+            let [one, other] = [0xa0, 0xa1].map(|inode| stream(&dir, inode).unwrap().unwrap());
+            assert_eq!((one.outq_seq, other.inq_seq, other.rcv_wup), (1000, 1000, Some(1000)));
+            assert!(pairs(&dir).unwrap().into_values().all(|end| end.state == ESTABLISHED));
+            assert_eq!(set_unsent_apart(&dir).unwrap(), 0, "nothing is left");
+        }
+        // The other end was reset: nobody would close it again.
+        let dir = image([(7, b"", 500, b"", 1001), (CLOSE_WAIT, b"", 1001, b"", 500)]);
+        assert_eq!(set_unsent_apart(&beneath(dir.path())).unwrap(), 0);
     }
 
     /// The job is frozen. These are longer than memory.

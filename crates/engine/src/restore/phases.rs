@@ -411,8 +411,8 @@ pub(super) fn run_criu(
             locks::hold(root, lost_locks);
             // In a rehearsal the running job is in them.
             groups::put_back::put_back(root, manifest, request.identity);
-            tcp::streams::put_back(root, &images)?;
         }
+        tcp::streams::put_back(root, &images)?;
         affinity::put_back(root, manifest);
         scheduling::put_back(root, manifest);
         timers::put_back(root, manifest);
