@@ -172,8 +172,6 @@ pub(crate) fn try_criu(criu: &Criu, folder: &Path) -> Check {
 }
 
 fn gather(config: &Config, named: Option<PathBuf>) -> Facts {
-    // The trial must not have other children beside it: in the host's namespaces, a failing trial ends all children it
-    // did not start.
     let kernel = kernel::gather();
     let criu = criu::gather(named.as_deref());
     // NVML takes a second if no persistence daemon keeps the GPUs awake.

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-use crate::record::{Descriptor, Items, LEFT_OUT, Mapping, Process, Record};
+use crate::record::{CLOSED_IN_IMAGE, Descriptor, Items, LEFT_OUT, Mapping, Process, Record};
 use crate::table::{self, How, Means, Of, Row};
 use crate::{advice, answers};
 
@@ -176,22 +176,31 @@ impl Pair<'_> {
         self.found.extend(more.filter_map(|number| presence(Of::Descriptor, "descriptor", then, Some(*number), false)));
     }
 
-    /// What a program loses with a connection that the image has closed, if it is not known to lose it: to be closed is what
-    /// happens to connections.
+    /// What a program loses with a connection that the image has closed. To be closed is what happens to connections, but the
+    /// program must learn it by an error: the end of what it reads would look complete.
     fn closed(&mut self, number: i32, then: &Items, now: &Items) {
         let lost = match then.get("state").map(String::as_str) {
-            Some("connecting") => "state",
+            Some("connecting") => Some("state"),
             // It had been closed before, by the other end.
-            Some("closed") => "readable",
-            _ => return,
+            Some("closed") => Some("readable"),
+            _ => None,
         };
-        let row = table::find(Of::Descriptor, lost).filter(|row| differs(row.how, then.get(lost), now.get(lost)));
-        self.found.extend(row.map(|row| Difference {
-            row: Row { means: Means::Told, ..row },
-            process: (self.then.pid, self.then.name.clone()),
+        let lost = lost.and_then(|item| table::find(Of::Descriptor, item));
+        let lost = lost.filter(|row| differs(row.how, then.get(row.item), now.get(row.item)));
+        let told = lost.map(|row| (Row { means: Means::Told, ..row }, then.get(row.item).cloned()));
+        let has_ended = then.get("state").is_some_and(|state| state == "closed")
+            || then.get("shutdown").is_some_and(|over| over != table::OVER[0]);
+        let lacks_data = differs(How::AtLeast, then.get("readable"), now.get("readable"));
+        let wanted = if has_ended && !lacks_data { then.get("error").cloned() } else { Some(table::ERROR.to_owned()) };
+        let fails = |row: &Row| now.get("error").is_some_and(|now| differs(row.how, wanted.as_ref(), Some(now)));
+        let error = table::find(Of::Descriptor, "error").filter(fails);
+        let process = (self.then.pid, self.then.name.clone());
+        self.found.extend(told.into_iter().chain(error.map(|row| (row, wanted))).map(|(row, then)| Difference {
+            row,
+            process: process.clone(),
             at: Some(number),
-            then: then.get(lost).cloned(),
-            now: now.get(lost).cloned(),
+            then,
+            now: now.get(row.item).cloned(),
         }));
     }
 
@@ -267,7 +276,12 @@ impl Pair<'_> {
 fn was_closed(then: &Items, now: &Items) -> bool {
     let is_tcp = |items: &Items| items.get("protocol").is_some_and(|protocol| protocol == "6");
     let state = |items: &Items| items.get("state").cloned().unwrap_or_default();
-    is_tcp(then) && is_tcp(now) && state(now) == "closed" && state(then) != "listens"
+    let is_on_purpose = || match state(then).as_str() {
+        "connected" => then.contains_key(CLOSED_IN_IMAGE),
+        // It was not there yet, or no more.
+        then => matches!(then, "connecting" | "closed"),
+    };
+    is_tcp(then) && is_tcp(now) && state(now) == "closed" && is_on_purpose()
 }
 
 /// Memory that each kernel gives every process: the vDSO and its data. CRIU puts that of another kernel elsewhere, and leaves
@@ -483,14 +497,47 @@ mod tests {
     #[test]
     fn a_connection_that_was_closed_is_no_difference() {
         let socket = |state: &str, port: &str| {
-            items(&[("kind", "socket"), ("protocol", "6"), ("state", state), ("address", port), ("SO_KEEPALIVE", "1")])
+            let mut items = items(&[
+                ("kind", "socket"),
+                ("protocol", "6"),
+                ("state", state),
+                ("address", port),
+                ("SO_KEEPALIVE", "1"),
+            ]);
+            if state == "connected" {
+                items.insert(CLOSED_IN_IMAGE.into(), "yes".into());
+            }
+            items
         };
         let with = |items: Items| {
             let mut process = process(1);
             process.descriptors[0].items = items;
             record(vec![process])
         };
-        assert!(compare(&with(socket("connected", "a:1")), &with(socket("closed", "b:2"))).is_empty());
+        // It has to learn by an error that it was closed: what it has read would look complete.
+        let erring = |error: &str, mut items: Items| {
+            items.insert("error".into(), error.into());
+            items
+        };
+        let (then, now) = (erring("0", socket("connected", "a:1")), socket("closed", "b:2"));
+        assert!(compare(&with(then.clone()), &with(erring("1", now.clone()))).is_empty());
+        let found = compare(&with(then.clone()), &with(erring("0", now.clone())));
+        assert!(found.len() == 1 && found[0].row.item == "error" && found[0].row.means == Means::PutBack, "{found:?}");
+        // One inside the job is in the image: it must not be closed.
+        let mut inside = then.clone();
+        inside.remove(CLOSED_IN_IMAGE);
+        let found = compare(&with(inside), &with(erring("1", now.clone())));
+        assert!(found.iter().any(|it| it.row.item == "state" && it.row.means == Means::Refused), "{found:?}");
+        // The other end had closed it, and all was read.
+        let ended = |length: &str| {
+            let mut items = then.clone();
+            items.extend([("shutdown".into(), "to receive".into()), ("readable".into(), length.into())]);
+            items
+        };
+        let mut now = erring("0", now);
+        now.insert("readable".into(), "0".into());
+        assert!(compare(&with(ended("0")), &with(now.clone())).is_empty());
+        assert_eq!(compare(&with(ended("3")), &with(now)).len(), 1, "what it had not read is lost");
         let told = |then: Items, now: Items| {
             let found = compare(&with(then), &with(now));
             assert!(found.iter().all(|difference| difference.row.means == Means::Told), "{found:?}");

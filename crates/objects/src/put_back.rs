@@ -10,7 +10,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 
 use nix::sys::socket::SockaddrStorage;
-use rekindle_os::{attributes, process, sockopt};
+use rekindle_os::{attributes, process, sockopt, tcp_repair};
 
 use crate::compare::Difference;
 use crate::multicast;
@@ -150,6 +150,7 @@ fn descriptor(difference: &Difference, descriptor: &OwnedFd, value: &str, rights
             let (then, now): (i32, i32) = (value.parse().ok()?, difference.now.as_deref()?.parse().ok()?);
             attributes::set_number(descriptor, libc::F_ADD_SEALS, then & !now).ok()
         }
+        "error" => tcp_repair::reset(descriptor).ok(),
         "congestion" => sockopt::set(descriptor, libc::IPPROTO_TCP, libc::TCP_CONGESTION, value.as_bytes()).ok(),
         "multicast" => multicast::join(descriptor, value, difference.now.as_deref()),
         "raw-address" => {

@@ -1,6 +1,7 @@
 //! The record: plain data, in which pids and ids of threads are those that the job sees.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 
@@ -100,11 +101,27 @@ impl Record {
 
 /// The mark of what is not in an image on purpose, as an item or the name of a mapping: something else is in its place.
 pub(crate) const LEFT_OUT: &str = "left-out";
+/// Marks a connection that the image has closed on purpose.
+pub(crate) const CLOSED_IN_IMAGE: &str = "closed-in-image";
 
 impl Descriptor {
     /// It is not in the image: only that something is there is compared.
     pub fn leave_out(&mut self) {
         self.items = Items::from([(LEFT_OUT.to_owned(), "yes".to_owned())]);
+    }
+
+    /// Notes that the image closes this connection of TCP, unless it has it: `has` gets the addresses of its two ends.
+    pub fn is_closed_unless(&mut self, has: impl Fn(SocketAddr, SocketAddr) -> bool) {
+        let item = |name: &str| self.items.get(name).map(String::as_str);
+        let end = |name: &str| {
+            let address: SocketAddr = item(name)?.parse().ok()?;
+            Some(SocketAddr::new(address.ip().to_canonical(), address.port()))
+        };
+        let is_connection = item("protocol") == Some("6") && item("state") == Some("connected");
+        let is_kept = end("address").zip(end("peer")).is_some_and(|(local, remote)| has(local, remote));
+        if is_connection && !is_kept {
+            self.items.insert(CLOSED_IN_IMAGE.to_owned(), "yes".to_owned());
+        }
     }
 }
 

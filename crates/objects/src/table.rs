@@ -49,6 +49,10 @@ pub enum How {
 /// Values of [`How::Over`]: more come later in the list.
 pub(crate) const OVER: [&str; 3] = ["no", "to receive", "to send and to receive"];
 
+/// Values of the item `error`.
+pub(crate) const NO_ERROR: &str = "0";
+pub(crate) const ERROR: &str = "1";
+
 /// What a difference means.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Means {
@@ -192,6 +196,13 @@ pub const ROWS: &[Row] = &[
     row(Descriptor, "protocol", "protocol of a socket", Equal, Refused),
     row(Descriptor, "state", "whether a socket listens, is connected or closed", Equal, Refused),
     row(Descriptor, "shutdown", "whether a direction of a connection was shut down (shutdown(2))", Over, Refused),
+    row(
+        Descriptor,
+        "error",
+        "whether an error waits in a socket of IP (TCP gets ECONNRESET, also for a connection that the image has closed)",
+        AtLeast,
+        PutBack,
+    ),
     row(Descriptor, "address", "address of a socket", Equal, Refused),
     row(Descriptor, "raw-address", "address of a raw socket", Equal, PutBack),
     row(Descriptor, "peer", "address of a socket's other end", Equal, Refused),

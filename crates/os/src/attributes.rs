@@ -121,16 +121,17 @@ pub fn length(descriptor: &impl AsFd, request: libc::Ioctl) -> io::Result<i32> {
     }
 }
 
-/// What a connection has of `POLLRDHUP` (nothing more comes) and `POLLHUP` (both directions are over); poll(2).
+/// What a socket has of `POLLRDHUP` (nothing more comes), `POLLHUP` (both directions are over) and `POLLERR` (its next call
+/// fails, or a notice waits in its error queue); poll(2). An error still waits afterwards.
 ///
 /// # Errors
 /// The kernel's error.
-pub fn hung_up(connection: &impl AsFd) -> io::Result<i16> {
-    let mut polled = libc::pollfd { fd: connection.as_fd().as_raw_fd(), events: libc::POLLRDHUP, revents: 0 };
+pub fn conditions(socket: &impl AsFd) -> io::Result<i16> {
+    let mut polled = libc::pollfd { fd: socket.as_fd().as_raw_fd(), events: libc::POLLRDHUP, revents: 0 };
     // SAFETY: one pollfd, which is a live local.
     match unsafe { libc::poll(&raw mut polled, 1, 0) } {
         -1 => Err(io::Error::last_os_error()),
-        _ => Ok(polled.revents & (libc::POLLRDHUP | libc::POLLHUP)),
+        _ => Ok(polled.revents & (libc::POLLRDHUP | libc::POLLHUP | libc::POLLERR)),
     }
 }
 

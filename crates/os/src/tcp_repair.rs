@@ -2,9 +2,10 @@
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::{AsRawFd, OwnedFd};
 
-use nix::sys::socket::{MsgFlags, recv, send};
+use nix::sys::socket::{MsgFlags, SockaddrStorage, connect, recv, send};
 
 use super::{process, sockopt};
 
@@ -84,6 +85,52 @@ pub fn write(socket: &OwnedFd, data: &[u8]) -> io::Result<()> {
 }
 
 /// Whether repair mode is on; getsockopt fails for every socket that is not TCP.
+/// Makes a socket of TCP without a connection one whose other end has reset it: its next call fails with ECONNRESET. Nothing
+/// leaves the machine: in repair mode a connection is there without a word to the other end, and the one that is made is to
+/// the loopback device.
+///
+/// # Errors
+/// When it has a connection or listens, is none of TCP, or we may not use the repair mode (CAP_NET_ADMIN).
+pub fn reset(socket: &OwnedFd) -> io::Result<()> {
+    /// Of the discard protocol: the address that is told of the reset.
+    const PORT: u16 = 9;
+    const CLOSED: u8 = 7;
+    /// `TCP_REPAIR_OFF_NO_WP` of linux/tcp.h: without a probe of the other end.
+    const OFF: libc::c_int = -1;
+    let mut state = [0; 8];
+    sockopt::get(socket, libc::IPPROTO_TCP, libc::TCP_INFO, &mut state)?;
+    if state.first() != Some(&CLOSED) {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    let mut family = [0; 4];
+    sockopt::get(socket, libc::SOL_SOCKET, libc::SO_DOMAIN, &mut family)?;
+    let loopback: IpAddr = match i32::from_ne_bytes(family) {
+        libc::AF_INET => Ipv4Addr::LOCALHOST.into(),
+        _ => Ipv6Addr::LOCALHOST.into(),
+    };
+    // The repair mode changes it.
+    let mut reuse = [0; 4];
+    sockopt::get(socket, libc::SOL_SOCKET, libc::SO_REUSEADDR, &mut reuse)?;
+    set(socket, libc::TCP_REPAIR, 1)?;
+    let connected = connect(socket.as_raw_fd(), &SockaddrStorage::from(SocketAddr::new(loopback, PORT)));
+    set(socket, libc::TCP_REPAIR, OFF)?;
+    sockopt::set(socket, libc::SOL_SOCKET, libc::SO_REUSEADDR, &reuse)?;
+    connected?;
+    disconnect(socket)
+}
+
+/// The kernel takes a connection away that is established as if it had been reset.
+fn disconnect(socket: &OwnedFd) -> io::Result<()> {
+    // SAFETY: a struct of numbers, for which zeros are valid; AF_UNSPEC is 0.
+    let nowhere: libc::sockaddr = unsafe { std::mem::zeroed() };
+    let length = libc::socklen_t::try_from(size_of_val(&nowhere)).map_err(io::Error::other)?;
+    // SAFETY: the address is valid and as long as `length` says.
+    match unsafe { libc::connect(socket.as_raw_fd(), &raw const nowhere, length) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 fn is_on(socket: &OwnedFd) -> bool {
     get(socket, libc::TCP_REPAIR).is_ok_and(|value| value != 0)
 }
@@ -114,6 +161,36 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
 
     use super::*;
+
+    #[test]
+    fn a_socket_without_a_connection_is_as_one_that_was_reset() {
+        use nix::sys::socket::{AddressFamily, SockFlag, SockType, shutdown};
+        if !nix::unistd::geteuid().is_root() {
+            println!("SKIP: only root can use the repair mode");
+            return;
+        }
+        for family in [AddressFamily::Inet, AddressFamily::Inet6] {
+            let made = || nix::sys::socket::socket(family, SockType::Stream, SockFlag::SOCK_CLOEXEC, None).unwrap();
+            let (new, shut) = (made(), made());
+            let _ = shutdown(shut.as_raw_fd(), nix::sys::socket::Shutdown::Both);
+            sockopt::set(&new, libc::SOL_SOCKET, libc::SO_REUSEADDR, &1_i32.to_ne_bytes()).unwrap();
+            let mut stream = TcpStream::from(shut.try_clone().unwrap());
+            assert_eq!(stream.read(&mut [0]).unwrap(), 0, "as CRIU leaves a connection that it closes");
+            for (socket, reuses) in [(new, 1), (shut, 0)] {
+                reset(&socket).unwrap();
+                let mut reuse = [0; 4];
+                sockopt::get(&socket, libc::SOL_SOCKET, libc::SO_REUSEADDR, &mut reuse).unwrap();
+                assert_eq!(i32::from_ne_bytes(reuse), reuses);
+                let mut stream = TcpStream::from(socket);
+                let error = stream.read(&mut [0]).unwrap_err();
+                assert_eq!(error.raw_os_error(), Some(libc::ECONNRESET), "{error}");
+                assert!(stream.peer_addr().is_err());
+                assert_eq!(stream.read(&mut [0]).unwrap_err().raw_os_error(), Some(libc::ENOTCONN));
+            }
+        }
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        assert!(reset(&OwnedFd::from(listener)).is_err());
+    }
 
     /// One test counts the connections of this process that are in repair mode.
     static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());

@@ -1,9 +1,10 @@
 //! What the kernel has of the job's tasks ([`rekindle_objects`]): recorded at the dump, compared in a restore before any
 //! task runs.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs::File;
 use std::io::{self, Write};
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -77,12 +78,13 @@ impl Photographed {
     }
 
     /// Writes the record into the folder of the image, with what the image has `told` of the threads, and tells what the dump has
-    /// changed. Returns the kinds of objects.
+    /// changed. The image has the connections of TCP between the ends in `connections`. Returns the kinds of objects.
     pub(crate) fn write(
         self,
         criu: &str,
         told: &str,
         left_out: &LeftOut,
+        connections: &HashSet<(SocketAddr, SocketAddr)>,
         image: &Beneath,
     ) -> io::Result<BTreeSet<String>> {
         let mut record = self.before.record(criu);
@@ -97,6 +99,7 @@ impl Photographed {
                 if left_out.descriptors.contains(&(process.pid, descriptor.number)) {
                     descriptor.leave_out();
                 }
+                descriptor.is_closed_unless(|local, remote| connections.contains(&(local, remote)));
             }
             for (_, start, end) in left_out.memory.iter().filter(|(pid, ..)| *pid == process.pid) {
                 let within = |mapping: &&mut Mapping| mapping.start < *end && *start < mapping.end;

@@ -22,7 +22,7 @@ use crate::launch::plugin;
 use crate::parts::devices::Devices;
 use crate::parts::files::{nameless, record};
 use crate::parts::kept::capture::{self as kept, Copy};
-use crate::parts::landing;
+use crate::parts::{landing, tcp};
 use crate::steps::{self, Failed, Step, Timer};
 use rekindle_criu::{self as criu, DumpOptions, Hooks, Notify, Place, Plugin};
 use rekindle_cuda::copier;
@@ -377,7 +377,9 @@ impl Frozen<'_> {
             let what = "write the record of what the job had".to_owned();
             let version = self.env.subject.criu.version.to_string();
             let told = criu::image::told(&image.join(CRIU_DIR))?;
-            self.kinds = had.write(&version, &told, &left_out, image).map_err(|source| Error::Io { what, source })?;
+            let connections = tcp::capture::connections_in(&image.join(CRIU_DIR), self.seen.tcp)?;
+            let written = had.write(&version, &told, &left_out, &connections, image);
+            self.kinds = written.map_err(|source| Error::Io { what, source })?;
         }
         self.seen.contents.complete(image).map_err(copied)?;
         let criu = image.join(CRIU_DIR);

@@ -7,7 +7,7 @@ use rekindle_os::{attributes, sockopt};
 
 use crate::multicast::Groups;
 use crate::record::Items;
-use crate::table::{Level, OPTIONS, OVER, Shape, SocketOption};
+use crate::table::{ERROR, Level, NO_ERROR, OPTIONS, OVER, Shape, SocketOption};
 
 /// What was read.
 #[derive(Debug)]
@@ -20,6 +20,8 @@ pub(super) struct Raw {
     address: Option<String>,
     is_connected: bool,
     peer: Peer,
+    /// What poll(2) says.
+    conditions: Option<i16>,
     readable: Option<i32>,
     congestion: Option<String>,
     device: Option<String>,
@@ -32,8 +34,6 @@ pub(super) struct Raw {
 struct Peer {
     address: Option<String>,
     user: Option<(u32, u32)>,
-    /// Which directions of the connection to it are over.
-    shutdown: Option<&'static str>,
 }
 
 /// Options with their values, which are kept together: there may be many sockets.
@@ -96,13 +96,10 @@ impl Raw {
             state: is_tcp.then(|| tcp_state(socket)).flatten(),
             address: address(getsockname::<SockaddrStorage>(socket.as_raw_fd())),
             is_connected: peer.is_ok(),
-            peer: Peer {
-                user: (family == libc::AF_UNIX).then(|| peer_user(socket)).flatten(),
-                shutdown: (peer.is_ok() && matches!(kind, libc::SOCK_STREAM | libc::SOCK_SEQPACKET))
-                    .then(|| over(socket))
-                    .flatten(),
-                address: address(peer),
-            },
+            peer: Peer { user: (family == libc::AF_UNIX).then(|| peer_user(socket)).flatten(), address: address(peer) },
+            conditions: (!listens && (is_ip || matches!(kind, libc::SOCK_STREAM | libc::SOCK_SEQPACKET)))
+                .then(|| attributes::conditions(socket).ok())
+                .flatten(),
             readable: (!listens).then(|| attributes::length(socket, libc::FIONREAD).ok()).flatten(),
             congestion: is_tcp.then(|| string(socket, libc::IPPROTO_TCP, libc::TCP_CONGESTION)).flatten(),
             device: is_ip.then(|| string(socket, libc::SOL_SOCKET, libc::SO_BINDTODEVICE)).flatten(),
@@ -127,6 +124,24 @@ impl Raw {
     /// Its other end is closed. The kernel forgets that end when something is sent to it, and CRIU at once.
     pub(super) fn lost_its_peer(&mut self) {
         self.is_connected = false;
+    }
+
+    /// Which directions of a connection are over.
+    fn over(&self) -> Option<&'static str> {
+        let [none, receive, both] = OVER;
+        let is_connection = self.is_connected && matches!(self.kind, libc::SOCK_STREAM | libc::SOCK_SEQPACKET);
+        let conditions = self.conditions.filter(|_| is_connection)?;
+        Some(match conditions & (libc::POLLRDHUP | libc::POLLHUP) {
+            0 => none,
+            over if over & libc::POLLHUP == 0 => receive,
+            _ => both,
+        })
+    }
+
+    /// Whether an error waits. The error itself cannot be seen without taking it away.
+    fn error(&self) -> Option<&'static str> {
+        let conditions = self.conditions.filter(|_| self.family != libc::AF_UNIX)?;
+        Some(if conditions & libc::POLLERR == 0 { NO_ERROR } else { ERROR })
     }
 
     pub(super) fn items(&self, items: &mut Items) {
@@ -161,7 +176,8 @@ impl Raw {
             // CRIU makes a connection between UNIX sockets as a pair, and names it where it can.
             (if is_unix { "peer-name" } else { "peer" }, self.peer.address.clone()),
             ("peer-user", peer_user),
-            ("shutdown", self.peer.shutdown.map(ToOwned::to_owned)),
+            ("shutdown", self.over().map(ToOwned::to_owned)),
+            ("error", self.error().map(ToOwned::to_owned)),
             (if loses { "datagrams" } else { "readable" }, self.readable.map(|length| length.to_string())),
             ("congestion", self.congestion.clone()),
             ("device", self.device.clone().filter(|device| !device.is_empty())),
@@ -183,16 +199,6 @@ impl Raw {
             }
         }
     }
-}
-
-/// Which directions of a connection are over, as poll(2) shows it.
-fn over(socket: &OwnedFd) -> Option<&'static str> {
-    let [none, receive, both] = OVER;
-    Some(match attributes::hung_up(socket).ok()? {
-        0 => none,
-        events if events & libc::POLLHUP == 0 => receive,
-        _ => both,
-    })
 }
 
 /// The bytes of an option as the numbers in it.

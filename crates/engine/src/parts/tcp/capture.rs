@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::launch::group::Subnet;
 use rekindle_criu::Tcp;
-use rekindle_criu::image::{self, close_connections_outwards};
+use rekindle_criu::image::{self, TcpSocket, close_connections_outwards};
 use rekindle_os::beneath::Beneath;
 use rekindle_os::process;
 
@@ -112,6 +112,22 @@ pub(crate) fn close_with_tls(
         "connections with kernel TLS are closed in the image, because CRIU cannot restore it: to {}",
         remote.join(", ")
     )))
+}
+
+/// The connections that the image has, by the addresses of their two ends. `dumped` is how CRIU made it.
+pub(crate) fn connections_in(
+    criu_dir: &Beneath,
+    dumped: Tcp,
+) -> Result<HashSet<(SocketAddr, SocketAddr)>, image::Error> {
+    if dumped == Tcp::Close {
+        return Ok(HashSet::new());
+    }
+    let canonical = |address: SocketAddr| SocketAddr::new(address.ip().to_canonical(), address.port());
+    let ends = |socket: &TcpSocket| match *socket {
+        TcpSocket::Connected { local, remote } => Some((canonical(local), canonical(remote))),
+        TcpSocket::Listening(_) => None,
+    };
+    Ok(image::tcp_sockets(criu_dir)?.iter().filter_map(ends).collect())
 }
 
 /// The established connections that belong to processes of the tree.
