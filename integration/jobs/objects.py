@@ -24,6 +24,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 F_SETPIPE_SZ, F_GETPIPE_SZ, F_ADD_SEALS, F_GET_SEALS = 1031, 1032, 1033, 1034
 PR_SET_CHILD_SUBREAPER, MEMBARRIER = 36, 324
 PR_SET_PDEATHSIG, PR_SET_TIMERSLACK, IOPRIO_SET, IOPRIO_GET = 1, 29, 251, 252
+PR_SET_MEMORY_MERGE = 67
 
 handlers_stack = ctypes.create_string_buffer(1 << 16)
 reader, writer = os.pipe()
@@ -126,6 +127,13 @@ advised = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE)
 advised.madvise(mmap.MADV_DONTDUMP)
 advised.madvise(mmap.MADV_DONTFORK, 1 << 19)
 libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+libc.prctl(PR_SET_MEMORY_MERGE, 1, 0, 0, 0)
+if os.path.exists("/proc/self/autogroup"):
+    with open("/proc/self/autogroup", "w") as group:
+        group.write("3")
+netlink = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
+# NETLINK_EXT_ACK of SOL_NETLINK.
+netlink.setsockopt(270, 11, 1)
 inotify = libc.inotify_init1(0)
 libc.inotify_add_watch(inotify, folder.encode(), 0x400)
 

@@ -99,7 +99,7 @@ enum Kernel {
 
 /// Whether an item is missing because a kernel does not have it, and for no other reason.
 fn comes_with_the_kernel(item: &str) -> bool {
-    const ITEMS: [&str; 9] = [
+    const ITEMS: [&str; 11] = [
         "umask",
         "no-new-privileges",
         "seccomp",
@@ -109,6 +109,8 @@ fn comes_with_the_kernel(item: &str) -> bool {
         "memory-policy",
         "rseq",
         "memory-barriers",
+        "memory-merge",
+        "autogroup",
     ];
     ITEMS.contains(&item) || table::OPTIONS.iter().any(|option| option.name == item)
 }

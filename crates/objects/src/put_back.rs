@@ -53,6 +53,11 @@ fn set(difference: &Difference, pid: i32, pids: &BTreeMap<i32, i32>, rights: Rig
                 let score = value.parse().ok().filter(|score: &i32| rights == Rights::Ours || *score >= now)?;
                 write(pid, "oom_score_adj", &score.to_string())
             }
+            "autogroup" => {
+                let (then, now): (i32, i32) = (value.parse().ok()?, difference.now.as_deref()?.parse().ok()?);
+                (rights == Rights::Ours || then >= now).then_some(())?;
+                write(pid, "autogroup", &then.to_string())
+            }
             "limits" => limits(pid, value, difference.now.as_deref()?, rights),
             _ => None,
         },

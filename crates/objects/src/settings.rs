@@ -21,5 +21,5 @@ pub fn setting(difference: &Difference) -> Option<Setting> {
 }
 
 /// What prctl(2) sets, with the option that sets it (linux/prctl.h).
-const OPTIONS: [(&str, u64); 4] =
-    [("parent-death-signal", 1), ("dumpable", 4), ("secure-bits", 28), ("child-subreaper", 36)];
+const OPTIONS: [(&str, u64); 5] =
+    [("parent-death-signal", 1), ("dumpable", 4), ("secure-bits", 28), ("child-subreaper", 36), ("memory-merge", 67)];

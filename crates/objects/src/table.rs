@@ -123,6 +123,8 @@ pub const ROWS: &[Row] = &[
         Refused,
     ),
     row(Process, "memory-barriers", "memory barriers that it has registered for (membarrier(2))", Equal, Refused),
+    row(Process, "autogroup", "nice value of its session's autogroup (sched(7))", Equal, PutBack),
+    row(Process, "memory-merge", "whether equal pages of its memory are merged (PR_SET_MEMORY_MERGE)", Equal, SetLater),
     row(Process, "dumpable", "whether others may inspect it (prctl(2), PR_SET_DUMPABLE)", Equal, SetLater),
     row(Process, "child-subreaper", "whether it gets orphans (PR_SET_CHILD_SUBREAPER)", Equal, SetLater),
     row(Process, "secure-bits", "what root's ids mean for its capabilities (PR_SET_SECUREBITS)", Equal, SetLater),

@@ -23,6 +23,9 @@ pub(super) struct Raw {
     maps: String,
     timers: Option<String>,
     undoes: Option<bool>,
+    /// How the kernel shares processor time with other sessions (sched(7)), and whether it merges equal pages (prctl(2)).
+    autogroup: Option<String>,
+    merging: Option<String>,
     /// Files of one line, by item.
     lines: Vec<(&'static str, Option<String>)>,
     links: Vec<(&'static str, Option<String>)>,
@@ -56,6 +59,8 @@ impl Raw {
             maps: file("maps").unwrap_or_default(),
             timers: file("timers"),
             undoes: undoes(pid, &threads, tree),
+            autogroup: file("autogroup"),
+            merging: file("ksm_stat"),
             lines: LINES.iter().map(|(item, name)| (*item, file(name))).collect(),
             links: LINKS.iter().map(|(item, name)| (*item, link(name))).collect(),
             threads,
@@ -102,6 +107,14 @@ impl Raw {
         put("process-group", innermost(status, "NSpgid").map(|id| id.to_string()));
         put("session", innermost(status, "NSsid").map(|id| id.to_string()));
         put("start-time", fields.as_ref().and_then(|stat| stat.number(22)).map(|ticks| ticks.to_string()));
+        // `/autogroup-7 nice 0`: the number is the kernel's own.
+        put(
+            "autogroup",
+            self.autogroup.as_deref().and_then(|line| line.rsplit(' ').next()).map(|nice| nice.trim().into()),
+        );
+        let merges =
+            self.merging.as_deref().and_then(|text| text.lines().find_map(|line| line.strip_prefix("ksm_merge_any: ")));
+        put("memory-merge", merges.map(|merges| if merges == "yes" { "1" } else { "0" }.to_owned()));
         put("exit-signal", fields.as_ref().and_then(|stat| stat.number(38)).map(|signal| signal.to_string()));
         if is_dead {
             // It has nothing else any more.

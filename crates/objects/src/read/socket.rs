@@ -84,6 +84,8 @@ impl Raw {
             (Level::Ipv6, family == libc::AF_INET6),
             (Level::Tcp, is_tcp),
             (Level::Udp, is_ip && protocol == libc::IPPROTO_UDP),
+            (Level::Netlink, family == libc::AF_NETLINK),
+            (Level::Packet, family == libc::AF_PACKET),
         ];
         let asked = |option: &SocketOption| levels.contains(&(option.level, true));
         // The other end of a UNIX socket need not have a name.

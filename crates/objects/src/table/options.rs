@@ -16,6 +16,10 @@ pub enum Level {
     Tcp,
     /// UDP.
     Udp,
+    /// Netlink.
+    Netlink,
+    /// Packets of a device.
+    Packet,
 }
 
 impl Level {
@@ -28,6 +32,8 @@ impl Level {
             Level::Ipv6 => libc::IPPROTO_IPV6,
             Level::Tcp => libc::IPPROTO_TCP,
             Level::Udp => libc::IPPROTO_UDP,
+            Level::Netlink => libc::SOL_NETLINK,
+            Level::Packet => libc::SOL_PACKET,
         }
     }
 }
@@ -87,7 +93,7 @@ const fn told(level: Level, number: i32, name: &'static str) -> SocketOption {
     SocketOption { name, level, number, shape: Shape::Int, settable: false }
 }
 
-use Level::{Ip, Ipv6, Socket, Tcp, Udp};
+use Level::{Ip, Ipv6, Netlink, Packet, Socket, Tcp, Udp};
 
 /// All of them. The sizes of the buffers (`SO_SNDBUF`, `SO_RCVBUF`) are set by doubling, so they are halved first
 /// (socket(7)).
@@ -114,6 +120,7 @@ pub const OPTIONS: &[SocketOption] = &[
     int(Socket, libc::SO_PREFER_BUSY_POLL, "SO_PREFER_BUSY_POLL"),
     int(Socket, libc::SO_BUSY_POLL_BUDGET, "SO_BUSY_POLL_BUDGET"),
     int(Socket, libc::SO_ZEROCOPY, "SO_ZEROCOPY"),
+    int(Socket, libc::SO_LOCK_FILTER, "SO_LOCK_FILTER"),
     int(Socket, 72, "SO_BUF_LOCK"),
     int(Socket, 75, "SO_RCVMARK"),
     int(Socket, 76, "SO_PASSPIDFD"),
@@ -171,6 +178,7 @@ pub const OPTIONS: &[SocketOption] = &[
     int(Ipv6, libc::IPV6_RECVORIGDSTADDR, "IPV6_RECVORIGDSTADDR"),
     int(Ipv6, libc::IPV6_TRANSPARENT, "IPV6_TRANSPARENT"),
     int(Ipv6, 76, "IPV6_UNICAST_IF"),
+    int(Ipv6, 33, "IPV6_FLOWINFO_SEND"),
     int(Ipv6, 77, "IPV6_RECVFRAGSIZE"),
     int(Ipv6, libc::IPV6_FREEBIND, "IPV6_FREEBIND"),
     int(Tcp, libc::TCP_NODELAY, "TCP_NODELAY"),
@@ -197,4 +205,16 @@ pub const OPTIONS: &[SocketOption] = &[
     int(Udp, 102, "UDP_NO_CHECK6_RX"),
     int(Udp, libc::UDP_SEGMENT, "UDP_SEGMENT"),
     int(Udp, libc::UDP_GRO, "UDP_GRO"),
+    int(Netlink, libc::NETLINK_PKTINFO, "NETLINK_PKTINFO"),
+    int(Netlink, libc::NETLINK_BROADCAST_ERROR, "NETLINK_BROADCAST_ERROR"),
+    int(Netlink, libc::NETLINK_NO_ENOBUFS, "NETLINK_NO_ENOBUFS"),
+    int(Netlink, libc::NETLINK_CAP_ACK, "NETLINK_CAP_ACK"),
+    int(Netlink, 11, "NETLINK_EXT_ACK"),
+    int(Netlink, 12, "NETLINK_GET_STRICT_CHK"),
+    int(Packet, libc::PACKET_AUXDATA, "PACKET_AUXDATA"),
+    int(Packet, 9, "PACKET_ORIGDEV"),
+    int(Packet, 14, "PACKET_LOSS"),
+    int(Packet, 17, "PACKET_TIMESTAMP"),
+    int(Packet, libc::PACKET_QDISC_BYPASS, "PACKET_QDISC_BYPASS"),
+    int(Packet, 23, "PACKET_IGNORE_OUTGOING"),
 ];
