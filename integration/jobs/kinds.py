@@ -839,6 +839,22 @@ def outside():
     count(check)
 
 
+def renamed_socket():
+    """A UNIX socket that is bound under another name, and renamed when it listens: nobody finds it earlier."""
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(path("socket.new"))
+    server.listen(9)
+    os.rename(path("socket.new"), path("socket"))
+
+    def check(_):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(path("socket"))
+            server.accept()[0].close()
+        need(not os.path.exists(path("socket.new")), "the file has its old name")
+
+    count(check)
+
+
 def lease(kind):
     """Any open(2) by somebody else breaks a write lease, with a signal that ends the job; a read lease, one for writing."""
     with open(path("leased"), "wb") as file:
@@ -1382,6 +1398,7 @@ KINDS = {
     "one-thread-filtered": one_thread_filtered,
     "sent": sent,
     "outside": outside,
+    "renamed-socket": renamed_socket,
     "plain": count,
     "threads": lambda: threads(8),
     "200-threads": lambda: threads(200),

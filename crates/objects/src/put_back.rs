@@ -11,6 +11,7 @@ use std::path::Path;
 
 use nix::sys::socket::SockaddrStorage;
 use rekindle_os::{attributes, process, sockopt, tcp_repair};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 
 use crate::compare::Difference;
 use crate::multicast;
@@ -74,6 +75,8 @@ fn set(difference: &Difference, pid: i32, pids: &BTreeMap<i32, i32>, rights: Rig
             let process = process::open_pidfd(pid).ok()?;
             let opened = process::fetch_descriptor(&process, difference.at?).ok()?;
             match difference.row.item {
+                "file" if rights == Rights::Ours => rename(pid, difference.now.as_deref()?, value),
+                "file" => None,
                 "inotify-nameless" => watch(&opened, value, difference.now.as_deref(), pids),
                 _ => descriptor(difference, &opened, value, rights),
             }
@@ -155,6 +158,7 @@ fn descriptor(difference: &Difference, descriptor: &OwnedFd, value: &str, rights
             let (then, now): (i32, i32) = (value.parse().ok()?, difference.now.as_deref()?.parse().ok()?);
             attributes::set_number(descriptor, libc::F_ADD_SEALS, then & !now).ok()
         }
+        "exclusive" => attributes::make_exclusive(descriptor, value == "1").ok(),
         "error" => tcp_repair::reset(descriptor).ok(),
         "congestion" => sockopt::set(descriptor, libc::IPPROTO_TCP, libc::TCP_CONGESTION, value.as_bytes()).ok(),
         "multicast" => multicast::join(descriptor, value, difference.now.as_deref()),
@@ -171,6 +175,23 @@ fn descriptor(difference: &Difference, descriptor: &OwnedFd, value: &str, rights
             sockopt::set(descriptor, option.level.number(), option.number, &bytes(option, value)?).ok()
         }
     }
+}
+
+/// Renames the file of a UNIX socket as its process has done, within a folder. Another socket may be there, which nobody listens
+/// at any more.
+fn rename(pid: i32, now: &str, then: &str) -> Option<()> {
+    let (now, then) = (Path::new(now), Path::new(then));
+    let folder = now.parent().filter(|folder| Some(*folder) == then.parent())?;
+    let opened = format!("/proc/{pid}/root{}", folder.display());
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let folder = rustix::fs::open(opened, flags, Mode::empty()).ok()?;
+    let is_socket = |name| match rustix::fs::statat(&folder, name, AtFlags::SYMLINK_NOFOLLOW) {
+        Ok(found) => Some(FileType::from_raw_mode(found.st_mode) == FileType::Socket),
+        Err(error) => (error == rustix::io::Errno::NOENT).then_some(true),
+    };
+    let (now, then) = (now.file_name()?, then.file_name()?);
+    is_socket(then).filter(|is_socket| *is_socket)?;
+    rustix::fs::renameat(&folder, now, &folder, then).ok()
 }
 
 /// Watches files without names again: those lines of `then` that are not in `now`, each `watch 2 mask 708 of descriptor 5 of

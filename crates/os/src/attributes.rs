@@ -4,7 +4,7 @@
 
 use std::ffi::CString;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
@@ -179,6 +179,37 @@ pub fn terminal_settings(descriptor: &impl AsFd) -> io::Result<String> {
     let characters = settings.c_cc.iter().map(|character| format!("{character:02x}")).collect::<String>();
     let all: Vec<String> = numbers.chain([settings.c_line.to_string(), characters]).collect();
     Ok(all.join(" "))
+}
+
+/// Where the file is to which a UNIX socket was bound. It may have been renamed since.
+///
+/// # Errors
+/// When it was bound to none, or the file has no name any more (ENOENT), or we may not ask (CAP_NET_ADMIN).
+pub fn bound_file(socket: &impl AsFd) -> io::Result<String> {
+    /// `SIOCUNIXFILE` of linux/un.h.
+    const OPEN_FILE: libc::Ioctl = 0x89e0;
+    // SAFETY: the request takes no argument.
+    let file = match unsafe { libc::ioctl(socket.as_fd().as_raw_fd(), OPEN_FILE) } {
+        -1 => return Err(io::Error::last_os_error()),
+        // SAFETY: the kernel has just opened it for us.
+        number => unsafe { OwnedFd::from_raw_fd(number) },
+    };
+    let links = rustix::fs::fstat(&file)?.st_nlink;
+    let name = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+    if links == 0 { Err(io::ErrorKind::NotFound.into()) } else { Ok(name.to_string_lossy().into_owned()) }
+}
+
+/// Lets nobody else open a terminal, or everybody (ioctl_tty(2)).
+///
+/// # Errors
+/// When it is no terminal (ENOTTY).
+pub fn make_exclusive(terminal: &impl AsFd, is_exclusive: bool) -> io::Result<()> {
+    let request = if is_exclusive { libc::TIOCEXCL } else { libc::TIOCNXCL };
+    // SAFETY: these requests take no argument.
+    match unsafe { libc::ioctl(terminal.as_fd().as_raw_fd(), request) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 /// Rows and columns of a terminal's window.

@@ -58,6 +58,7 @@ kinds! {
     a_terminal_that_children_have_from_their_session: "inherited-terminal",
     terminals_of_the_job_in_several_sessions: "terminals",
     unix_sockets_whose_paths_were_removed_or_replaced: "moved-sockets",
+    a_unix_socket_that_was_renamed: "renamed-socket",
     unix_datagrams_that_wait_with_their_senders: "datagrams",
     terminals_with_what_nobody_has_read_yet: "unread-terminals",
     a_filter_that_one_thread_has: "one-thread-filtered",

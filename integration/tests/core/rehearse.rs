@@ -88,6 +88,17 @@ fn sockets_and_files_by_name_stay_the_jobs_own() {
     finish(&lab, run);
 }
 
+/// A restore renames it, too.
+#[test]
+fn a_socket_that_was_renamed_stays_the_jobs_own() {
+    let Some(lab) = lab() else { return };
+    let mut run = start(&lab, "renamed-socket");
+    run.snapshot(&lab);
+    run.wait_for("a rehearsal", || events(&lab, "rehearsed") >= 1);
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
 /// Its files in memory are damaged, so that CRIU refuses it.
 #[test]
 fn an_image_that_criu_refuses_is_told_of_and_kept() {

@@ -39,6 +39,7 @@ struct More {
     seals: Option<i32>,
     settings: Option<String>,
     window: Option<String>,
+    exclusive: Option<i32>,
 }
 
 /// The descriptors of a process.
@@ -127,7 +128,7 @@ impl Raw {
         if let Some(object) = identity.object(pid, self.number) {
             put("object", object);
         }
-        let More { owner, signal, size, queued, unsent, seals, settings, window } = self.more;
+        let More { owner, signal, size, queued, unsent, seals, settings, window, exclusive } = self.more;
         if let Some((kind, id)) = owner.filter(|(_, id)| *id != 0) {
             let kind = ["thread", "process", "process group"].get(usize::try_from(kind).unwrap_or(3)).copied();
             let signal = signal.unwrap_or_default();
@@ -141,6 +142,7 @@ impl Raw {
             ("seals", seals.map(number)),
             ("settings", settings),
             ("window", window),
+            ("exclusive", exclusive.map(number)),
         ] {
             if let Some(value) = value {
                 put(item, value);
@@ -155,6 +157,8 @@ impl Raw {
     }
 }
 
+/// `TIOCGEXCL` of asm-generic/ioctls.h: `_IOR('T', 0x40, int)`.
+const IS_EXCLUSIVE: libc::Ioctl = 0x8004_5440;
 /// `F_GETSIG` of asm-generic/fcntl.h, which libc does not have.
 const GET_SIGNAL: i32 = 11;
 
@@ -175,6 +179,7 @@ impl More {
                 more.unsent = attributes::length(descriptor, libc::TIOCOUTQ).ok();
                 more.settings = attributes::terminal_settings(descriptor).ok();
                 more.window = attributes::window(descriptor).ok();
+                more.exclusive = attributes::length(descriptor, IS_EXCLUSIVE).ok();
             }
             Kind::Memfd => more.seals = attributes::number(descriptor, libc::F_GET_SEALS).ok(),
             Kind::Socket | Kind::Anonymous(_) | Kind::Path(_) => {}

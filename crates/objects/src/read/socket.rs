@@ -18,6 +18,8 @@ pub(super) struct Raw {
     listens: bool,
     state: Option<u8>,
     address: Option<String>,
+    /// Where the file is now to which a UNIX socket was bound.
+    file: Option<String>,
     is_connected: bool,
     peer: Peer,
     /// What poll(2) says.
@@ -90,15 +92,20 @@ impl Raw {
         let asked = |option: &SocketOption| levels.contains(&(option.level, true));
         // The other end of a UNIX socket need not have a name.
         let peer = getpeername::<SockaddrStorage>(socket.as_raw_fd());
+        let address = named(getsockname::<SockaddrStorage>(socket.as_raw_fd()));
+        // An accepted connection has the file of the socket that listens, until CRIU makes it anew.
+        let has_file = family == libc::AF_UNIX && (listens || kind == libc::SOCK_DGRAM);
+        let is_bound = has_file && address.as_ref().is_some_and(|name| !name.starts_with('@'));
         Raw {
             family,
             kind,
             protocol,
             listens,
             state: is_tcp.then(|| tcp_state(socket)).flatten(),
-            address: address(getsockname::<SockaddrStorage>(socket.as_raw_fd())),
+            file: is_bound.then(|| attributes::bound_file(socket).ok()).flatten(),
+            address,
             is_connected: peer.is_ok(),
-            peer: Peer { user: (family == libc::AF_UNIX).then(|| peer_user(socket)).flatten(), address: address(peer) },
+            peer: Peer { user: (family == libc::AF_UNIX).then(|| peer_user(socket)).flatten(), address: named(peer) },
             conditions: (!listens && (is_ip || matches!(kind, libc::SOCK_STREAM | libc::SOCK_SEQPACKET)))
                 .then(|| attributes::conditions(socket).ok())
                 .flatten(),
@@ -177,6 +184,7 @@ impl Raw {
             (address, self.address.clone()),
             // CRIU makes a connection between UNIX sockets as a pair, and names it where it can.
             (if is_unix { "peer-name" } else { "peer" }, self.peer.address.clone()),
+            ("file", self.file.clone()),
             ("peer-user", peer_user),
             ("shutdown", self.over().map(ToOwned::to_owned)),
             ("error", self.error().map(ToOwned::to_owned)),
@@ -252,7 +260,7 @@ fn peer_user(socket: &impl AsFd) -> Option<(u32, u32)> {
     Some((number(4)?, number(8)?)).filter(|(uid, _)| *uid != u32::MAX)
 }
 
-fn address(found: nix::Result<SockaddrStorage>) -> Option<String> {
+fn named(found: nix::Result<SockaddrStorage>) -> Option<String> {
     let found = found.ok()?;
     let text = match found.family()? {
         nix::sys::socket::AddressFamily::Unix => {
