@@ -1140,6 +1140,52 @@ def named_semaphore():
     count(check, last)
 
 
+def several_names():
+    """Programs and mapped files with several names, and a program whose name was given to another file."""
+
+    def program(name):
+        """A child that runs this file for an hour."""
+        child = os.fork()
+        if child == 0:
+            os.execl(name, name, "3600")
+        while os.readlink("/proc/%d/exe" % child) == os.readlink("/proc/self/exe"):
+            time.sleep(0.01)
+        return child
+
+    def mapped(name):
+        with open(name, "r+b") as file:
+            return mmap.mmap(file.fileno(), 4096)
+
+    shutil.copy(shutil.which("sleep"), path("program"))
+    os.link(path("program"), path("alias"))
+    shutil.copy(path("program"), path("replaced"))
+    children = [program(path(name)) for name in ("program", "alias", "replaced")]
+    os.unlink(path("replaced"))
+    shutil.copy(shutil.which("cat"), path("replaced"))
+    with open(path("data"), "wb") as file:
+        file.write(bytes(4096))
+    with open(path("other"), "wb") as file:
+        file.write(bytes(4096))
+    os.link(path("data"), path("link"))
+    os.link(path("other"), path("temporary"))
+    # As the C library makes a semaphore with a name.
+    first, temporary = mapped(path("data")), mapped(path("temporary"))
+    os.unlink(path("temporary"))
+    second, lasting = mapped(path("link")), mapped(path("other"))
+
+    def check(n):
+        first[0] = temporary[0] = n & 255
+        need((second[0], lasting[0]) == (n & 255, n & 255), "the mappings are of two files")
+        names = [os.path.basename(os.readlink("/proc/%d/exe" % child)) for child in children]
+        need({*names[:2]} <= {"program", "alias"} and names[2].endswith(" (deleted)"), "programs", names)
+
+    def last(n):
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+
+    count(check, last)
+
+
 def moved_sockets():
     """UNIX sockets whose paths were removed, given to another socket, or to a file, since they were bound."""
 
@@ -1417,6 +1463,7 @@ KINDS = {
     "timerfds": timerfds,
     "posix-timers": posix_timers,
     "from-memory": lambda: program("from-memory"),
+    "several-names": several_names,
     "deleted-program": lambda: program("deleted-program"),
     "scheduled": scheduled,
     "bound": bound,

@@ -145,7 +145,8 @@ mod tests {
             descriptors: Vec::new(),
             mappings: Vec::new(),
         };
-        let mut record = Record { kernel: "6.18".into(), criu: "4.2".into(), processes: vec![process] };
+        let mut record =
+            Record { kernel: "6.18".into(), criu: "4.2".into(), processes: vec![process], names: Vec::new() };
         record.add(Answers::parse(text));
         record
     }

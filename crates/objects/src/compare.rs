@@ -78,9 +78,10 @@ pub fn compare(then: &Record, now: &Record) -> Vec<Difference> {
     let processes: BTreeMap<i32, &Process> = then.processes.iter().map(|process| (process.pid, process)).collect();
     let there: BTreeSet<i32> = processes.keys().copied().collect();
     let kernel = if then.kernel == now.kernel { Kernel::Same } else { Kernel::Other };
+    let names = Names::of(then);
     for process in processes.into_values() {
         match here.get(&process.pid) {
-            Some(now) => Pair { then: process, now, there: &there, kernel, found: &mut found }.compare(),
+            Some(now) => Pair { then: process, now, there: &there, kernel, names: &names, found: &mut found }.compare(),
             None => found.extend(presence(Of::Process, "process", process, None, true)),
         }
     }
@@ -134,6 +135,7 @@ struct Pair<'a> {
     /// The pids of then.
     there: &'a BTreeSet<i32>,
     kernel: Kernel,
+    names: &'a Names<'a>,
     found: &'a mut Vec<Difference>,
 }
 
@@ -219,7 +221,7 @@ impl Pair<'_> {
             let (then, now) = (then.get(&start), now.get(&start));
             let left_out = [then, now].into_iter().flatten().any(|mapping| is_not_the_jobs(mapping));
             let is_same = match (then, now) {
-                (Some(then), Some(now)) => is_same(then, now),
+                (Some(then), Some(now)) => self.names.is_same(then, now),
                 _ => false,
             };
             if !is_same && !left_out {
@@ -252,11 +254,17 @@ impl Pair<'_> {
             if row.item == "path" && is_nameless {
                 continue;
             }
+            let program = (row.item == "executable").then(|| self.program(then, now));
+            let means = match program.flatten() {
+                Some(Name::Gone) => continue,
+                Some(Name::Other) => Means::Told,
+                None => row.means,
+            };
             if matches!(row.item, "session" | "process-group") && self.is_led_by_itself(then, now) {
                 continue;
             }
             self.found.push(Difference {
-                row,
+                row: Row { means, ..row },
                 process: (self.then.pid, self.then.name.clone()),
                 at,
                 then: then.cloned(),
@@ -266,7 +274,24 @@ impl Pair<'_> {
     }
 }
 
+/// What a program is called that is the same file as before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Name {
+    /// It has no name.
+    Gone,
+    /// It has another of its names: a program that looks at /proc/self/exe can notice.
+    Other,
+}
+
 impl Pair<'_> {
+    /// What has become of the name of the program, if `now` is the file of `then`. A program is mapped, too.
+    fn program(&self, then: Option<&String>, now: Option<&String>) -> Option<Name> {
+        let (then, now) = (then?, now?);
+        let mapping = self.then.mappings.iter().find(|mapping| mapping.name == *then);
+        let is_same = self.names.lead_to_one_file(mapping.and_then(|mapping| mapping.names), then, now);
+        is_same.then(|| if is_nameless(then) && is_nameless(now) { Name::Gone } else { Name::Other })
+    }
+
     /// A session or process group whose leader has ended cannot be made: its process leads one of its own.
     fn is_led_by_itself(&self, then: Option<&String>, now: Option<&String>) -> bool {
         let number = |value: Option<&String>| value.and_then(|value| value.parse::<i32>().ok());
@@ -292,14 +317,38 @@ fn is_of_the_kernel(name: &str) -> bool {
     ["[vdso]", "[vvar]", "[vvar_vclock]", "[vsyscall]"].contains(&name)
 }
 
-/// Whether two mappings are the same. A file that had several names, and none now, has the last of any of them.
-fn is_same(then: &Mapping, now: &Mapping) -> bool {
-    let is_nameless = |mapping: &Mapping| {
-        let is_memory = ["/memfd:", "/dev/zero", "/SYSV"].iter().any(|mark| mapping.name.starts_with(mark));
-        mapping.name.ends_with(" (deleted)") && !is_memory
-    };
-    then == now
-        || (is_nameless(then) && is_nameless(now) && *then == Mapping { name: then.name.clone(), ..now.clone() })
+/// The names of the files that had several.
+struct Names<'a> {
+    files: &'a [BTreeSet<String>],
+    /// Whether one of them is gone.
+    is_gone: Vec<bool>,
+}
+
+impl Names<'_> {
+    fn of(record: &Record) -> Names<'_> {
+        let is_gone = record.names.iter().map(|names| names.iter().any(|name| is_nameless(name))).collect();
+        Names { files: &record.names, is_gone }
+    }
+
+    fn is_same(&self, then: &Mapping, now: &Mapping) -> bool {
+        let place = |mapping: &Mapping| (mapping.start, mapping.end, mapping.offset);
+        place(then) == place(now)
+            && then.access == now.access
+            && self.lead_to_one_file(then.names, &then.name, &now.name)
+    }
+
+    /// Whether the file that is called `now` is that of `then`, which had those names.
+    fn lead_to_one_file(&self, names: Option<usize>, then: &str, now: &str) -> bool {
+        let had = |name: &str| names.and_then(|at| self.files.get(at)).is_some_and(|names| names.contains(name));
+        let was_gone = is_nameless(then) || names.and_then(|at| self.is_gone.get(at)).is_some_and(|gone| *gone);
+        then == now || had(now) || (was_gone && is_nameless(now))
+    }
+}
+
+/// Whether the name of a file is gone. One that had several, and none now, has the last of any of them.
+fn is_nameless(name: &str) -> bool {
+    let is_memory = ["/memfd:", "/dev/zero", "/SYSV"].iter().any(|mark| name.starts_with(mark));
+    name.ends_with(" (deleted)") && !is_memory
 }
 
 /// Memory that is not in the image, or is another kernel's, in order and joined.
@@ -459,7 +508,7 @@ mod tests {
             items: items(&[("umask", "0022"), ("from-a-newer-version", "1")]),
             threads: vec![Thread { tid: pid, items: items(&[("timer-slack", "50000")]) }],
             descriptors: vec![Descriptor { number: 3, items: items(&[("kind", "eventfd"), ("count", "5")]) }],
-            mappings: vec![Mapping { start: 1, end: 2, access: "rw-p".into(), offset: 0, name: String::new() }],
+            mappings: vec![Mapping { start: 1, end: 2, access: "rw-p".into(), offset: 0, ..Mapping::default() }],
         }
     }
 
@@ -587,7 +636,7 @@ mod tests {
     fn a_file_without_a_name_may_have_had_several() {
         let with = |name: &str, end: u64| {
             let mut process = process(1);
-            let mapping = Mapping { start: 10, end, access: "r--p".into(), offset: 0, name: name.into() };
+            let mapping = Mapping { start: 10, end, access: "r--p".into(), offset: 0, name: name.into(), names: None };
             process.mappings = vec![mapping];
             record(vec![process])
         };
@@ -602,18 +651,62 @@ mod tests {
         }
     }
 
+    /// CRIU gives a file one name in all processes.
+    #[test]
+    fn a_file_with_several_names_is_one_file() {
+        let with = |name: &str, names: Option<usize>| {
+            let mut process = process(1);
+            process.items = items(&[("executable", name)]);
+            let mapping = Mapping { start: 10, end: 20, access: "r--p".into(), offset: 0, name: name.into(), names };
+            process.mappings = vec![mapping];
+            let files = [["/a", "/b"], ["/c", "/d (deleted)"]];
+            let names = files.map(|names| names.into_iter().map(ToOwned::to_owned).collect()).into();
+            Record { names, ..record(vec![process]) }
+        };
+        for (then, names, now) in [
+            ("/a", Some(0), "/b"),
+            ("/c", Some(1), "/d (deleted)"),
+            ("/d (deleted)", Some(1), "/c"),
+            // CRIU makes it under another name if that one has been given to another file since.
+            ("/c", Some(1), "/d.cr_link (deleted)"),
+            ("/e (deleted)", None, "/e.cr_link (deleted)"),
+        ] {
+            let found = compare(&with(then, names), &with(now, None));
+            let is_told = |found: &Difference| found.row.item == "executable" && found.row.means == Means::Told;
+            assert!(found.iter().all(is_told), "{then} {now} {found:?}");
+            assert_eq!(found.is_empty(), then.starts_with("/e"), "{then} {now}");
+        }
+        for (then, names, now) in [
+            ("/a", Some(0), "/c"),
+            ("/a", Some(0), "/b (deleted)"),
+            ("/c", Some(1), "/a"),
+            ("/a", None, "/b"),
+            ("/a", Some(9), "/b"),
+            ("/e", None, "/e (deleted)"),
+        ] {
+            assert_eq!(compare(&with(then, names), &with(now, None)).len(), 2, "{then} {now}");
+        }
+    }
+
     #[test]
     fn what_was_left_out_on_purpose_is_no_difference() {
         let mut then = process(1);
         then.mappings = [(10, 20), (20, 30), (50, 60)]
-            .map(|(start, end)| Mapping { start, end, access: "rw-s".into(), offset: 0, name: "/dev/nvidia0".into() })
+            .map(|(start, end)| Mapping {
+                start,
+                end,
+                access: "rw-s".into(),
+                offset: 0,
+                name: "/dev/nvidia0".into(),
+                names: None,
+            })
             .into();
         then.mappings[1].leave_out();
         then.descriptors[0].leave_out();
         let mut now = process(1);
         now.descriptors[0].items = items(&[("kind", "file"), ("path", "/dev/null")]);
         // Joined with the one before it.
-        now.mappings = vec![Mapping { start: 10, end: 30, access: "rw-p".into(), offset: 0, name: String::new() }];
+        now.mappings = vec![Mapping { start: 10, end: 30, access: "rw-p".into(), offset: 0, ..Mapping::default() }];
         let found = compare(&record(vec![then.clone()]), &record(vec![now.clone()]));
         assert_eq!(found.len(), 1, "{found:?}");
         assert!(found[0].then.as_deref().unwrap().starts_with("32-3c"), "{found:?}");
@@ -630,6 +723,7 @@ mod tests {
             access: access.into(),
             offset: 0,
             name: name.into(),
+            names: None,
         };
         let (mut then, mut now) = (process(1), process(1));
         then.mappings.extend([mapping(0x5000, 0x9000, "r--p", "[vvar]"), mapping(0x9000, 0xb000, "r-xp", "[vdso]")]);
@@ -657,7 +751,7 @@ mod tests {
         let strangers = record((0..many).map(process).collect());
         assert_eq!(compare(&strangers, &record(vec![])).len(), 200_000);
         let mut then = process(1);
-        let at = |n: u64| Mapping { start: 4 * n, end: 4 * n + 1, access: "r".into(), offset: 0, name: String::new() };
+        let at = |n: u64| Mapping { start: 4 * n, end: 4 * n + 1, access: "r".into(), offset: 0, ..Mapping::default() };
         then.mappings = (0..many.unsigned_abs().into()).map(at).collect();
         then.mappings.iter_mut().step_by(2).for_each(Mapping::leave_out);
         assert_eq!(compare(&record(vec![then]), &record(vec![process(1)])).len(), 100_000);

@@ -80,7 +80,7 @@ mod tests {
 
     #[test]
     fn what_was_written_is_read_and_nothing_else() {
-        let record = Record { kernel: "6.18".into(), criu: "4.2.1".into(), processes: Vec::new() };
+        let record = Record { kernel: "6.18".into(), criu: "4.2.1".into(), processes: Vec::new(), names: Vec::new() };
         let bytes = record.to_bytes().unwrap();
         assert_eq!(Record::parse(&bytes).unwrap(), record);
         let text = String::from_utf8(bytes).unwrap();

@@ -9,6 +9,7 @@ mod fdinfo;
 mod identity;
 mod kind;
 mod mappings;
+mod names;
 mod process;
 mod socket;
 mod thread;
@@ -17,6 +18,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::convert::Infallible;
 use std::sync::{Mutex, PoisonError};
 
+use rekindle_os::mounts;
 use rekindle_os::parallel;
 use rekindle_os::process as os_process;
 
@@ -31,6 +33,7 @@ pub struct Raw {
     processes: Vec<process::Raw>,
     sockets: Sockets,
     identity: identity::Identity,
+    mounts: names::Mounts,
     advice: Advice,
 }
 
@@ -46,8 +49,9 @@ impl Raw {
         processes.sort_unstable_by_key(|process| process.pid);
         let sockets = descriptors(&mut processes);
         let identity = identity::Identity::find(&open(&processes));
-        let advice = Advice::default();
-        Raw { root: tree.first().copied().unwrap_or_default(), processes, sockets, identity, advice }
+        let (root, advice) = (tree.first().copied().unwrap_or_default(), Advice::default());
+        let mounts = names::Mounts::of(&mounts::of(root).unwrap_or_default());
+        Raw { root, processes, sockets, identity, mounts, advice }
     }
 
     /// Adds what was read while the job ran.
@@ -59,20 +63,25 @@ impl Raw {
     #[must_use]
     pub fn record(self, criu: &str) -> Record {
         let pids = self.pids();
-        let identity = self.identity.named(&open(&self.processes), &pids);
+        let (identity, opened) = {
+            let open = open(&self.processes);
+            (self.identity.named(&open, &pids), self.mounts.files(&open))
+        };
         let of_root = self.processes.iter().find(|process| process.pid == self.root).and_then(process::Raw::groups);
         let of_root = of_root.unwrap_or_default().to_owned();
         let of_each = |process: process::Raw| {
             let advice = self.advice.of(process.pid, process.maps());
-            let mut record = process.record(&of_root, &pids, &identity, &self.sockets)?;
+            let (mut record, files) = process.record(&of_root, &pids, &identity, &self.sockets)?;
             record.items.extend(advice.map(|advice| ("memory-advice".to_owned(), advice)));
-            Some(record)
+            Some((record, files))
         };
-        let mut processes: Vec<record::Process> = self.processes.into_iter().filter_map(of_each).collect();
+        let mut processes: Vec<_> = self.processes.into_iter().filter_map(of_each).collect();
+        let names = names::find(&mut processes, &opened);
+        let mut processes: Vec<record::Process> = processes.into_iter().map(|(process, _)| process).collect();
         processes.sort_unstable_by_key(|process| process.pid);
         let kernel = nix::sys::utsname::uname();
         let kernel = kernel.map(|name| name.release().to_string_lossy().into_owned()).unwrap_or_default();
-        Record { kernel, criu: criu.to_owned(), processes }
+        Record { kernel, criu: criu.to_owned(), processes, names }
     }
 
     fn pids(&self) -> Pids {

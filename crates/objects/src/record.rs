@@ -18,6 +18,9 @@ pub struct Record {
     pub criu: String,
     /// The processes, by pid.
     pub processes: Vec<Process>,
+    /// The names of each file that is mapped and has several: CRIU gives it one of them in all processes.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub names: Vec<BTreeSet<String>>,
 }
 
 /// A process.
@@ -59,7 +62,7 @@ pub struct Descriptor {
 }
 
 /// A range of memory.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Mapping {
     /// The first address.
@@ -72,6 +75,9 @@ pub struct Mapping {
     pub offset: u64,
     /// The file, or what the kernel calls it.
     pub name: String,
+    /// Which of [`Record::names`] are those of the file, if it has several.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub names: Option<usize>,
 }
 
 impl Record {

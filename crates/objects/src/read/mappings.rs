@@ -2,20 +2,25 @@
 
 use crate::record::Mapping;
 
-/// The mappings of a table of /proc/PID/maps. Neighbours that differ in nothing are one: whether the kernel joins them
-/// depends on how they came about.
-pub(super) fn of(table: &str) -> Vec<Mapping> {
-    let mut all: Vec<Mapping> = Vec::new();
-    for mapping in table.lines().filter_map(line) {
+/// The numbers of a device.
+pub(super) type Device = (u32, u32);
+/// A file: its device and its inode.
+pub(super) type File = (Device, u64);
+
+/// The mappings of a table of /proc/PID/maps, each with its file. Neighbours that differ in nothing are one: whether the
+/// kernel joins them depends on how they came about.
+pub(super) fn of(table: &str) -> Vec<(Mapping, File)> {
+    let mut all: Vec<(Mapping, File)> = Vec::new();
+    for (mapping, file) in table.lines().filter_map(line) {
         match all.last_mut() {
-            Some(last) if continues(last, &mapping) => last.end = mapping.end,
-            _ => all.push(mapping),
+            Some((last, _)) if continues(last, &mapping) => last.end = mapping.end,
+            _ => all.push((mapping, file)),
         }
     }
     all
 }
 
-fn line(line: &str) -> Option<Mapping> {
+fn line(line: &str) -> Option<(Mapping, File)> {
     let mut fields = line.splitn(6, ' ');
     let (start, end) = fields.next()?.split_once('-')?;
     // What can be written can be read on x86, whatever the kernel calls it. CRIU lets a child that inherits memory which its
@@ -23,13 +28,17 @@ fn line(line: &str) -> Option<Mapping> {
     let access = fields.next()?.replacen("-w", "rw", 1);
     let number = |text: &str| u64::from_str_radix(text, 16).ok();
     let offset = number(fields.next()?)?;
-    let (_device, _inode) = (fields.next()?, fields.next()?);
+    let (major, minor) = fields.next()?.split_once(':')?;
+    let device = |text: &str| u32::from_str_radix(text, 16).ok();
+    let file = ((device(major)?, device(minor)?), fields.next()?.parse().ok()?);
     let name = fields.next().unwrap_or_default().trim_start();
     // Shared memory without a file. CRIU makes it as a memfd of that name.
     let name = if name == "/memfd:/dev/zero (deleted)" { "/dev/zero (deleted)" } else { name };
     // The ring of a packet socket: the number is the machine's.
     let name = if name.starts_with("socket:[") { "socket" } else { name };
-    Some(Mapping { start: number(start)?, end: number(end)?, access, offset, name: name.to_owned() })
+    let mapping =
+        Mapping { start: number(start)?, end: number(end)?, access, offset, name: name.to_owned(), names: None };
+    Some((mapping, file))
 }
 
 fn continues(last: &Mapping, next: &Mapping) -> bool {
@@ -48,7 +57,7 @@ mod tests {
                      4000-5000 r--p 00009000 00:01 5    /lib\n5000-6000 rw-p 00000000 00:00 0\n\
                      6000-7000 rw-p 00000000 00:00 0 \n7000-8000 ---p 00000000 00:00 0\nodd\n";
         let found: Vec<(u64, u64, String)> =
-            of(table).into_iter().map(|mapping| (mapping.start, mapping.end, mapping.access)).collect();
+            of(table).into_iter().map(|(mapping, _)| (mapping.start, mapping.end, mapping.access)).collect();
         let text = |text: &str| text.to_owned();
         assert_eq!(
             found,

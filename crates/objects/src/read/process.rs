@@ -84,14 +84,14 @@ impl Raw {
         &self.maps
     }
 
-    /// `of_root` are the control groups of the tree's root.
+    /// Its record, and the file of each mapping. `of_root` are the control groups of the tree's root.
     pub(super) fn record(
         self,
         of_root: &str,
         pids: &Pids,
         identity: &Named,
         sockets: &Sockets,
-    ) -> Option<record::Process> {
+    ) -> Option<(record::Process, Vec<mappings::File>)> {
         let leader = self.threads.iter().find(|thread| thread.tid == self.pid)?;
         let status = &leader.status;
         let pid = innermost(status, "NSpid")?;
@@ -119,14 +119,8 @@ impl Raw {
         if is_dead {
             // It has nothing else any more.
             let name = leader.name();
-            return Some(record::Process {
-                pid,
-                name,
-                items,
-                threads: Vec::new(),
-                descriptors: Vec::new(),
-                mappings: Vec::new(),
-            });
+            let (threads, descriptors, mappings) = (Vec::new(), Vec::new(), Vec::new());
+            return Some((record::Process { pid, name, items, threads, descriptors, mappings }, Vec::new()));
         }
         // The kernel lets only the leader of a session take a terminal; the others get it when they are forked.
         let leads = innermost(status, "NSsid") == Some(pid);
@@ -161,7 +155,8 @@ impl Raw {
         threads.sort_unstable_by_key(|thread| thread.tid);
         let descriptors =
             self.descriptors.into_iter().map(|raw| raw.record(self.pid, pids, identity, sockets)).collect();
-        Some(record::Process { pid, name, items, threads, descriptors, mappings: mappings::of(&self.maps) })
+        let (mappings, files) = mappings::of(&self.maps).into_iter().unzip();
+        Some((record::Process { pid, name, items, threads, descriptors, mappings }, files))
     }
 }
 
