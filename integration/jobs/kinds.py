@@ -1186,6 +1186,16 @@ def several_names():
     count(check, last)
 
 
+def fixed_addresses():
+    """A program without random addresses, whose heap is the neighbour of its own data."""
+    libc, no_randomize = ctypes.CDLL(None), 0x40000
+    persona = libc.personality(0xFFFFFFFF)
+    if not persona & no_randomize:
+        libc.personality(persona | no_randomize)
+        os.execv(sys.executable, [sys.executable, "-S", *sys.argv])
+    count()
+
+
 def moved_sockets():
     """UNIX sockets whose paths were removed, given to another socket, or to a file, since they were bound."""
 
@@ -1464,6 +1474,7 @@ KINDS = {
     "posix-timers": posix_timers,
     "from-memory": lambda: program("from-memory"),
     "several-names": several_names,
+    "fixed-addresses": fixed_addresses,
     "deleted-program": lambda: program("deleted-program"),
     "scheduled": scheduled,
     "bound": bound,

@@ -36,6 +36,8 @@ fn line(line: &str) -> Option<(Mapping, File)> {
     let name = if name == "/memfd:/dev/zero (deleted)" { "/dev/zero (deleted)" } else { name };
     // The ring of a packet socket: the number is the machine's.
     let name = if name.starts_with("socket:[") { "socket" } else { name };
+    // Without random addresses (ADDR_NO_RANDOMIZE) it is behind the program's own data, and the kernel may join the two.
+    let name = if name == "[heap]" { "" } else { name };
     let mapping =
         Mapping { start: number(start)?, end: number(end)?, access, offset, name: name.to_owned(), names: None };
     Some((mapping, file))
@@ -50,6 +52,14 @@ fn continues(last: &Mapping, next: &Mapping) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// As CRIU restores it: in one piece.
+    #[test]
+    fn a_heap_is_memory_without_a_name() {
+        let apart = "1000-2000 rw-p 00000000 00:00 0 \n2000-4000 rw-p 00000000 00:00 0    [heap]\n";
+        let joined = "1000-4000 rw-p 00000000 00:00 0    [heap]\n";
+        assert_eq!(of(apart), of(joined));
+    }
 
     #[test]
     fn neighbours_that_differ_in_nothing_are_one() {

@@ -102,7 +102,7 @@ fn each_kind_of_object_is_recorded_with_what_it_has() {
     assert_eq!(has("client", "peer"), has("tcp", "address"));
     assert_eq!(has("udp", "IP_TOS"), "8");
     assert!(!has("tty", "settings").is_empty());
-    assert!(process.mappings.iter().any(|mapping| mapping.name == "[heap]"));
+    assert!(process.mappings.iter().any(|mapping| mapping.name == "[stack]"));
     let kinds = record.kinds();
     assert!(kinds.contains("socket 2 1 6 listens") && kinds.contains("eventfd"), "{kinds:?}");
     assert!(compare(&record, &Raw::read(&[pid]).record("4.2.1")).is_empty());
