@@ -1196,6 +1196,25 @@ def fixed_addresses():
     count()
 
 
+def handler_on_its_stack():
+    """A signal handler that runs on an alternate stack (sigaltstack(2), SA_ONSTACK), and does not return."""
+    libc, on_stack, size = ctypes.CDLL(None), 0x08000000, 1 << 20
+    stack = ctypes.create_string_buffer(size)
+    address = ctypes.addressof(stack)
+    need(libc.sigaltstack(struct.pack("PixxxxN", address, 0, size), None) == 0, "sigaltstack")
+
+    def check(n):
+        told = ctypes.create_string_buffer(24)
+        libc.sigaltstack(None, told)
+        need(struct.unpack("PixxxxN", told.raw) == (address, 1, size), "the stack", told.raw)
+
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: count(check))
+    action = struct.pack("P128xixxxxP", ctypes.cast(handler, ctypes.c_void_p).value, on_stack, 0)
+    need(libc.sigaction(signal.SIGUSR1, action, None) == 0, "sigaction")
+    # Not by the interpreter, which would only take note of it.
+    getattr(libc, "raise")(signal.SIGUSR1)
+
+
 def moved_sockets():
     """UNIX sockets whose paths were removed, given to another socket, or to a file, since they were bound."""
 
@@ -1475,6 +1494,7 @@ KINDS = {
     "from-memory": lambda: program("from-memory"),
     "several-names": several_names,
     "fixed-addresses": fixed_addresses,
+    "handler": handler_on_its_stack,
     "deleted-program": lambda: program("deleted-program"),
     "scheduled": scheduled,
     "bound": bound,

@@ -75,7 +75,7 @@ impl Told {
                 line(&mut self.process, "timer-times", &format!("{id} interval {interval} left {left}"));
             }
             ("alternate-stack", [address, flags, size]) => {
-                let stack = format!("{address} flags {flags} size {size}");
+                let stack = format!("{address} flags {} size {size}", stack_flags(flags));
                 self.thread.insert(name.to_owned(), stack);
             }
             ("rseq", [address, size, signature]) => {
@@ -90,6 +90,13 @@ impl Told {
             _ => {}
         }
     }
+}
+
+/// Without SS_ONSTACK: it says where the thread is now, which is known from its registers. In a thread that runs a signal
+/// handler on this stack, CRIU asks on a stack of its own, and our plugin on that of the thread.
+fn stack_flags(flags: &str) -> String {
+    const ON_STACK: u32 = 1;
+    u32::from_str_radix(flags, 16).map_or_else(|_| flags.to_owned(), |flags| format!("{:x}", flags & !ON_STACK))
 }
 
 /// Adds a line to an item.
@@ -166,6 +173,16 @@ mod tests {
         assert_eq!(other("dumpable 1", "dumpable 0"), ["dumpable"]);
         assert_eq!(other("parent-death-signal 9", "parent-death-signal 0"), ["parent-death-signal"]);
         assert_eq!(other("alternate-stack 7f00", "alternate-stack 7f10"), ["alternate-stack"]);
+        assert_eq!(other("alternate-stack 7f00 2", "alternate-stack 7f00 0"), ["alternate-stack"]);
+    }
+
+    #[test]
+    fn a_thread_may_run_on_its_alternate_stack() {
+        let (then, now) = (TEXT.replace("7f00 2 ", "7f00 0 "), TEXT.replace("7f00 2 ", "7f00 1 "));
+        assert!(items(&then, &now).is_empty());
+        // SS_AUTODISARM
+        assert!(items(&then.replace("7f00 0", "7f00 80000000"), &then.replace("7f00 0", "7f00 80000001")).is_empty());
+        assert_eq!(items(&then, &then.replace("7f00 0", "7f00 80000000")), ["alternate-stack"]);
     }
 
     #[test]
