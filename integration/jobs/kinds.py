@@ -1215,6 +1215,21 @@ def handler_on_its_stack():
     getattr(libc, "raise")(signal.SIGUSR1)
 
 
+def disarmed():
+    """A descriptor that an epoll set has reported once (EPOLLONESHOT), as one that a worker is busy with."""
+    ours, other = socket.socketpair()
+    poll, once = select.epoll(), select.EPOLLIN | select.EPOLLONESHOT
+    poll.register(ours, once)
+    other.send(b"x")
+    need(poll.poll(1) == [(ours.fileno(), select.EPOLLIN)], "the event")
+
+    def last(n):
+        poll.modify(ours, once)
+        need(poll.poll(1) == [(ours.fileno(), select.EPOLLIN)], "it is not reported again")
+
+    count(lambda n: need(poll.poll(0) == [], "it is reported"), last)
+
+
 def moved_sockets():
     """UNIX sockets whose paths were removed, given to another socket, or to a file, since they were bound."""
 
@@ -1494,6 +1509,7 @@ KINDS = {
     "from-memory": lambda: program("from-memory"),
     "several-names": several_names,
     "fixed-addresses": fixed_addresses,
+    "disarmed": disarmed,
     "handler": handler_on_its_stack,
     "deleted-program": lambda: program("deleted-program"),
     "scheduled": scheduled,

@@ -184,6 +184,13 @@ pub const ROWS: &[Row] = &[
     row(Descriptor, "count", "count of an eventfd", Equal, Refused),
     row(Descriptor, "semaphore", "whether an eventfd is a semaphore (EFD_SEMAPHORE)", Equal, Refused),
     row(Descriptor, "epoll", "descriptors that an epoll set watches, with events and data", Watched, Refused),
+    row(
+        Descriptor,
+        "epoll-disarmed",
+        "descriptors in an epoll set that wait to be armed again (EPOLLONESHOT)",
+        Lines,
+        Told,
+    ),
     row(Descriptor, "signals", "signals of a signalfd", Equal, Refused),
     row(Descriptor, "clock", "clock and flags of a timerfd", Equal, Refused),
     row(Descriptor, "ticks", "ticks of a timerfd that were not read", AtLeast, Refused),

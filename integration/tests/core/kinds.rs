@@ -87,6 +87,13 @@ kinds! {
     shared_memory: "shared",
 }
 
+/// CRIU adds it with EPOLLERR and EPOLLHUP, which the kernel had taken away.
+#[test]
+fn an_epoll_set_that_has_reported_a_descriptor_once() {
+    let Some(lab) = comes_back("disarmed") else { return };
+    assert!(lab.log().contains("not as before the restore (epoll-disarmed)"), "{}", lab.log());
+}
+
 /// While a thread stands still, other system calls are made in it: the kernel must not forget that it was in a sequence.
 #[test]
 fn a_restartable_sequence_is_begun_again() {

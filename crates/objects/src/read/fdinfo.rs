@@ -51,7 +51,11 @@ fn one(name: &str, value: &str, line: &str, items: &mut Items) {
         "lock" => add(items, "locks", lock(value)),
         // The pids in all namespaces, the innermost last.
         "NSpid" => put(items, "process", value.split_whitespace().last().unwrap_or(value)),
-        "tfd" => add(items, "epoll", epoll(value)),
+        "tfd" => {
+            let (line, disarmed) = epoll(value);
+            add(items, "epoll", line);
+            disarmed.into_iter().for_each(|line| add(items, "epoll-disarmed", line));
+        }
         _ if line.starts_with("fanotify") => add(items, "fanotify", fanotify(line)),
         _ => {}
     }
@@ -121,12 +125,23 @@ pub(super) fn mark_closed(items: &mut Items, closed: &[bool]) {
     *lines = lines.lines().enumerate().map(marked).collect::<Vec<_>>().join("\n");
 }
 
-/// `5 events: 1d data: 500000005 pos:0 ino:61af sdev:7`: descriptor, events and data.
-fn epoll(value: &str) -> String {
+/// `5 events: 1d data: 500000005 pos:0 ino:61af sdev:7`: descriptor, events and data. Also that it is disarmed, if it is.
+///
+/// One with EPOLLONESHOT that has reported an event has no events until the program asks again. Only the kernel brings it
+/// there: epoll_ctl(2), with which CRIU adds it, always adds EPOLLERR and EPOLLHUP.
+fn epoll(value: &str) -> (String, Option<String>) {
+    /// EPOLLONESHOT, and what else does not change then: EPOLLET, EPOLLWAKEUP, EPOLLEXCLUSIVE.
+    const ONCE: u32 = 1 << 30;
+    const STAYS: u32 = 0xf << 28;
+    const ALWAYS: u32 = (libc::EPOLLERR | libc::EPOLLHUP).cast_unsigned();
     let words: Vec<&str> = value.split_whitespace().collect();
     match words[..] {
-        [descriptor, "events:", events, "data:", data, ..] => format!("{descriptor} events {events} data {data}"),
-        _ => words.join(" "),
+        [descriptor, "events:", events, "data:", data, ..] => {
+            let disarmed = u32::from_str_radix(events, 16).ok().filter(|set| set & !STAYS == 0 && set & ONCE != 0);
+            let asked = disarmed.map_or_else(|| events.to_owned(), |set| format!("{:x}", set | ALWAYS));
+            (format!("{descriptor} events {asked} data {data}"), disarmed.map(|_| format!("{descriptor} data {data}")))
+        }
+        _ => (words.join(" "), None),
     }
 }
 
@@ -195,6 +210,18 @@ mod tests {
         items(text, |_, _| None, &mut all);
         mark_closed(&mut all, &[true, false, false]);
         assert_eq!(all["epoll"], "closed events 1d data 7\n6 events 1 data 6\n5 events 1 data 9");
+    }
+
+    /// As it is, and as CRIU adds it: EPOLLERR and EPOLLHUP are always reported.
+    #[test]
+    fn one_that_reported_its_only_event_is_disarmed() {
+        let disarmed = of("tfd: 3 events: 40000000 data: 3\ntfd: 4 events: 40000019 data: 4\n");
+        let added = of("tfd: 3 events: 40000018 data: 3\ntfd: 4 events: 40000019 data: 4\n");
+        let epoll = ("epoll", "3 events 40000018 data 3\n4 events 40000019 data 4");
+        assert_eq!(disarmed, pairs(&[epoll, ("epoll-disarmed", "3 data 3")]));
+        assert_eq!(added, pairs(&[epoll]));
+        assert_eq!(of("tfd: 3 events: c0000000 data: 3\n")[0].1, "3 events c0000018 data 3", "EPOLLET");
+        assert_eq!(of("tfd: 3 events: 80000000 data: 3\n")[0].1, "3 events 80000000 data 3");
     }
 
     #[test]
