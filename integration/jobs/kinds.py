@@ -1230,6 +1230,19 @@ def disarmed():
     count(lambda n: need(poll.poll(0) == [], "it is reported"), last)
 
 
+def own_namespaces():
+    """Descriptors of the namespaces that the process is in, some of which a restore makes anew."""
+    names = sorted(name for name in os.listdir("/proc/self/ns") if not name.endswith("_for_children"))
+    opened = [(name, os.open("/proc/self/ns/" + name, os.O_RDONLY)) for name in names]
+
+    def check(n):
+        for name, descriptor in opened:
+            leads = os.readlink("/proc/self/fd/%d" % descriptor)
+            need(leads == os.readlink("/proc/self/ns/" + name), "it leads to another namespace", leads)
+
+    count(check)
+
+
 def moved_sockets():
     """UNIX sockets whose paths were removed, given to another socket, or to a file, since they were bound."""
 
@@ -1509,6 +1522,7 @@ KINDS = {
     "from-memory": lambda: program("from-memory"),
     "several-names": several_names,
     "fixed-addresses": fixed_addresses,
+    "own-namespaces": own_namespaces,
     "disarmed": disarmed,
     "handler": handler_on_its_stack,
     "deleted-program": lambda: program("deleted-program"),

@@ -73,6 +73,7 @@ kinds! {
     a_timer_whose_ticks_are_read_late: "ticks",
     a_program_whose_file_is_deleted: "deleted-program",
     files_with_several_names: "several-names",
+    descriptors_of_its_own_namespaces: "own-namespaces",
     a_signal_handler_on_a_stack_of_its_own: "handler",
     a_program_without_random_addresses: "fixed-addresses",
     timers_of_dead_threads_and_of_cpu_time: "posix-timers",

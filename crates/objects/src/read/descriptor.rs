@@ -85,6 +85,7 @@ impl Table {
         let target = lossy(table.target(number)?);
         // Shared memory without a file, opened by /proc/PID/map_files. CRIU makes it as a memfd of that name.
         let target = if target == "/memfd:/dev/zero (deleted)" { "/dev/zero (deleted)".to_owned() } else { target };
+        let target = own_namespace(self.pid, &target).unwrap_or(target);
         let info = table.info(number).map(lossy).unwrap_or_default();
         let kind = Kind::of(&target);
         let has_more = !matches!(kind, Kind::Anonymous(_) | Kind::Path(_));
@@ -157,6 +158,14 @@ impl Raw {
     }
 }
 
+/// What a descriptor of a namespace leads to, if the process is in it. Each restore makes it anew, with another number.
+fn own_namespace(pid: i32, target: &str) -> Option<String> {
+    const KINDS: [&str; 8] = ["cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts"];
+    let (kind, _) = target.split_once(":[").filter(|(kind, _)| KINDS.contains(kind))?;
+    let own = std::fs::read_link(format!("/proc/{pid}/ns/{kind}")).ok()?;
+    (own == Path::new(target)).then(|| format!("{kind}:[own]"))
+}
+
 /// `TIOCGEXCL` of asm-generic/ioctls.h: `_IOR('T', 0x40, int)`.
 const IS_EXCLUSIVE: libc::Ioctl = 0x8004_5440;
 /// `F_GETSIG` of asm-generic/fcntl.h, which libc does not have.
@@ -185,5 +194,20 @@ impl More {
             Kind::Socket | Kind::Anonymous(_) | Kind::Path(_) => {}
         }
         more
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_namespace_of_a_process_is_its_own() {
+        let pid = std::process::id().cast_signed();
+        let target = std::fs::read_link("/proc/self/ns/pid").unwrap();
+        assert_eq!(own_namespace(pid, target.to_str().unwrap()).as_deref(), Some("pid:[own]"));
+        for other in ["pid:[1]", "pipe:[4026531836]", "/pid:[4026531836]", "anon_inode:[eventfd]"] {
+            assert_eq!(own_namespace(pid, other), None, "{other}");
+        }
     }
 }
