@@ -165,6 +165,7 @@ fn a_lock_on_a_file_that_is_mapped_is_held_when_the_job_runs_again() {
         count_on(&lab, &mut run, 5);
         assert_eq!(holder(), Some(run.job_pid(&lab)));
         assert!(!run.err().contains("cannot lock"), "another process had it in between:\n{}", run.err());
+        assert!(!lab.log().contains("not as before the restore (locks)"), "{}", lab.log());
     }
     std::thread::sleep(std::time::Duration::from_secs(3));
     assert!(!lab.output().contains("WRONG"), "{}", lab.output());

@@ -14,6 +14,8 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use serde::{Deserialize, Serialize};
 
 use super::devices::LeftOut;
+use super::locks;
+use rekindle_criu::image::LostLocks;
 use rekindle_objects::table::{How, Means};
 use rekindle_objects::{
     Advice, Answers, Damaged, Difference, FILE_NAME, MAX_BYTES, Mapping, Raw, Record, Rights, compare, put_back,
@@ -177,6 +179,8 @@ pub(crate) struct Now<'a> {
     pub(crate) asked: &'a Asked,
     /// Whose rights what is put back must keep to.
     pub(crate) rights: Rights,
+    /// Locks that the processes take when they have been compared.
+    pub(crate) locks: &'a LostLocks,
 }
 
 /// The record of an image, and what a difference from it means.
@@ -228,7 +232,7 @@ impl Recorded {
             }
             now_has
         };
-        let rights = now.rights;
+        let (rights, taken) = (now.rights, now.locks);
         let mut now = read();
         let mut found = differences(record, &now, manifest);
         if found.iter().any(|difference| difference.row.means == Means::PutBack) {
@@ -236,7 +240,11 @@ impl Recorded {
             now = read();
             found = differences(record, &now, manifest);
         }
-        found.retain(|difference| !(self.is_rehearsed && difference.row.item == "control-groups"));
+        found.retain(|difference| match difference.row.item {
+            "control-groups" => !self.is_rehearsed,
+            "locks" => !locks::are_taken_again(taken, difference),
+            _ => true,
+        });
         let (later, found): (Vec<_>, Vec<_>) =
             found.into_iter().partition(|difference| difference.row.means == Means::SetLater);
         let (refused, told): (Vec<_>, Vec<_>) = found

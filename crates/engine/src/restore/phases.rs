@@ -422,7 +422,7 @@ pub(super) fn run_criu(
         // Last: what is put back above is compared, too.
         let rights = if request.identity.is_some() { Rights::Users } else { Rights::Ours };
         let (criu, asked) = (&request.criu.version.to_string(), &asked);
-        let checked = recorded.check(root, manifest, &Now { criu, asked, rights });
+        let checked = recorded.check(root, manifest, &Now { criu, asked, rights, locks: lost_locks });
         let checked = checked.map_err(|error| {
             let why = error.to_string();
             differs = Some(error);
