@@ -34,7 +34,7 @@ const BASE: [&str; 10] =
     ["chain", "ended", "micros", "moved", "notice", "percentage", "units", "xid", "cause", "interval"];
 
 /// The modules for Linux.
-const OS: [&str; 45] = [
+const OS: [&str; 46] = [
     "affinity",
     "undo",
     "attributes",
@@ -60,6 +60,7 @@ const OS: [&str; 45] = [
     "links",
     "maps",
     "mounts",
+    "inotify",
     "parallel",
     "point",
     "sock_diag",
@@ -89,7 +90,7 @@ const ETCD: [&str; 13] = [
 ];
 
 /// The modules of the record of kernel objects.
-const OBJECTS: [&str; 11] = [
+const OBJECTS: [&str; 12] = [
     "table",
     "record",
     "policy",
@@ -98,6 +99,7 @@ const OBJECTS: [&str; 11] = [
     "compare",
     "format",
     "multicast",
+    "inotify",
     "settings",
     "put_back",
     "read",

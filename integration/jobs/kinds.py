@@ -1243,6 +1243,46 @@ def own_namespaces():
     count(check)
 
 
+def watch_flags():
+    """Watches of inotify that end with the first event (IN_ONESHOT), or leave out files without names (IN_EXCL_UNLINK)."""
+    libc, created, modified, attributes, ignored = ctypes.CDLL(None, use_errno=True), 0x100, 0x2, 0x4, 0x8000
+    os.mkdir(path("folder"))
+    with open(path("file"), "wb"):
+        pass
+    gone = open(path("folder/gone"), "wb", buffering=0)
+    inotify = libc.inotify_init1(os.O_NONBLOCK)
+    need(libc.inotify_add_watch(inotify, path("file").encode(), attributes | 0x80000000) == 1, "no first watch")
+    need(libc.inotify_add_watch(inotify, path("folder").encode(), created | modified | 0x04000000) == 2, "no second watch")
+    os.remove(gone.name)
+
+    def events():
+        try:
+            data = os.read(inotify, 4096)
+        except BlockingIOError:
+            return []
+        found = []
+        while data:
+            number, mask, _, length = struct.unpack_from("iIII", data)
+            found.append((number, mask))
+            data = data[16 + length :]
+        return found
+
+    def check(n):
+        gone.write(b"x")
+        need(events() == [], "a file without a name is reported")
+
+    def last(n):
+        os.chmod(path("file"), 0o600)
+        os.chmod(path("file"), 0o644)
+        need(events() == [(1, attributes), (1, ignored)], "a watch for one event")
+        with open(path("folder/new"), "wb"):
+            pass
+        need(events() == [(2, created)], "the other watch")
+        need(libc.inotify_add_watch(inotify, path("file").encode(), modified) == 3, "the next number")
+
+    count(check, last)
+
+
 def moved_sockets():
     """UNIX sockets whose paths were removed, given to another socket, or to a file, since they were bound."""
 
@@ -1522,6 +1562,7 @@ KINDS = {
     "from-memory": lambda: program("from-memory"),
     "several-names": several_names,
     "fixed-addresses": fixed_addresses,
+    "watch-flags": watch_flags,
     "own-namespaces": own_namespaces,
     "disarmed": disarmed,
     "handler": handler_on_its_stack,

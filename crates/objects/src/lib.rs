@@ -15,6 +15,7 @@ mod advice;
 mod answers;
 mod compare;
 mod format;
+mod inotify;
 mod multicast;
 mod policy;
 mod put_back;

@@ -14,8 +14,8 @@ use rekindle_os::{attributes, process, sockopt, tcp_repair};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 
 use crate::compare::Difference;
-use crate::multicast;
 use crate::table::{Means, OPTIONS, Of, Shape, SocketOption};
+use crate::{inotify, multicast};
 
 /// Whose rights what is set must keep to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -77,7 +77,8 @@ fn set(difference: &Difference, pid: i32, pids: &BTreeMap<i32, i32>, rights: Rig
             match difference.row.item {
                 "file" if rights == Rights::Ours => rename(pid, difference.now.as_deref()?, value),
                 "file" => None,
-                "inotify-nameless" => watch(&opened, value, difference.now.as_deref(), pids),
+                "inotify-nameless" => inotify::watch(&opened, value, difference.now.as_deref(), pids),
+                "inotify-flags" => inotify::set_flags(&opened, pid, difference.at?, value),
                 _ => descriptor(difference, &opened, value, rights),
             }
         }
@@ -192,27 +193,6 @@ fn rename(pid: i32, now: &str, then: &str) -> Option<()> {
     let (now, then) = (now.file_name()?, then.file_name()?);
     is_socket(then).filter(|is_socket| *is_socket)?;
     rustix::fs::renameat(&folder, now, &folder, then).ok()
-}
-
-/// Watches files without names again: those lines of `then` that are not in `now`, each `watch 2 mask 708 of descriptor 5 of
-/// 1032`. The descriptor is the job's own, so it learns nothing of files that it does not have.
-fn watch(inotify: &OwnedFd, then: &str, now: Option<&str>, pids: &BTreeMap<i32, i32>) -> Option<()> {
-    let now: Vec<&str> = now.unwrap_or_default().lines().collect();
-    // CRIU has told the job that the watch has ended. Older events are not in the image, so these are all of the restore.
-    let told = attributes::length(inotify, libc::FIONREAD).ok().and_then(|length| usize::try_from(length).ok())?;
-    if told > 0 {
-        nix::unistd::read(inotify, &mut vec![0; told]).ok()?;
-    }
-    for line in then.lines().filter(|line| !now.contains(line)) {
-        let words: Vec<&str> = line.split(' ').collect();
-        let ["watch", number, "mask", mask, "of", "descriptor", file, "of", pid] = words[..] else { return None };
-        let (pid, file): (i32, i32) = (pid.parse().ok()?, file.parse().ok()?);
-        let file = format!("/proc/{}/fd/{file}", pids.get(&pid)?);
-        let mask =
-            u32::from_str_radix(mask, 16).ok()? & (libc::IN_ALL_EVENTS | libc::IN_ONESHOT | libc::IN_EXCL_UNLINK);
-        attributes::watch(inotify, Path::new(&file), u32::from_str_radix(number, 16).ok()?, mask).ok()?;
-    }
-    Some(())
 }
 
 /// Bytes of a pipe that anybody may have (pipe(7)).

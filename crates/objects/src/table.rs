@@ -198,6 +198,7 @@ pub const ROWS: &[Row] = &[
     row(Descriptor, "time-left", "time until a timerfd fires", TimeLeft, Refused),
     row(Descriptor, "interval", "interval of a timerfd", Equal, Refused),
     row(Descriptor, "inotify", "watches of inotify: number and events", Lines, Refused),
+    row(Descriptor, "inotify-flags", "watches of inotify with IN_ONESHOT or IN_EXCL_UNLINK", Lines, PutBack),
     row(Descriptor, "inotify-nameless", "watches of inotify on open files whose names are gone", Lines, PutBack),
     row(Descriptor, "fanotify", "marks of fanotify", Lines, Refused),
     row(Descriptor, "process", "process of a pidfd", Equal, Refused),

@@ -2,11 +2,8 @@
 //! a descriptor, the size of a pipe, the length of queues.
 #![allow(unsafe_code, reason = "system calls that the libraries do not have; each block says why it is sound")]
 
-use std::ffi::CString;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
 
 /// `IOPRIO_WHO_PROCESS` of linux/ioprio.h: one thread.
 const ONE_THREAD: libc::c_long = 1;
@@ -132,31 +129,6 @@ pub fn conditions(socket: &impl AsFd) -> io::Result<i16> {
     match unsafe { libc::poll(&raw mut polled, 1, 0) } {
         -1 => Err(io::Error::last_os_error()),
         _ => Ok(polled.revents & (libc::POLLRDHUP | libc::POLLHUP | libc::POLLERR)),
-    }
-}
-
-/// Has an inotify descriptor watch a file under this number, which it must not have yet (inotify(7), `INOTIFY_IOC_SETNEXTWD`).
-///
-/// # Errors
-/// When the kernel cannot choose the number (CONFIG_CHECKPOINT_RESTORE), the number is taken, or there are too many watches.
-pub fn watch(inotify: &impl AsFd, file: &Path, number: u32, mask: u32) -> io::Result<()> {
-    // `_IOW('I', 0, __s32)` of linux/inotify.h.
-    const SET_NEXT_NUMBER: libc::Ioctl = 0x4004_4900;
-    let path = CString::new(file.as_os_str().as_bytes())?;
-    let inotify = inotify.as_fd().as_raw_fd();
-    // SAFETY: the request takes a number.
-    if unsafe { libc::ioctl(inotify, SET_NEXT_NUMBER, libc::c_long::from(number)) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the path is a string that lives during the call.
-    match unsafe { libc::inotify_add_watch(inotify, path.as_ptr(), mask) } {
-        -1 => Err(io::Error::last_os_error()),
-        given if given.cast_unsigned() == number => Ok(()),
-        given => {
-            // SAFETY: a call on numbers.
-            unsafe { libc::inotify_rm_watch(inotify, given) };
-            Err(io::ErrorKind::AlreadyExists.into())
-        }
     }
 }
 

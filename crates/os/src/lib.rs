@@ -19,6 +19,7 @@ pub mod exits;
 pub mod fence;
 pub mod identity;
 pub mod inherited;
+pub mod inotify;
 pub mod leases;
 pub mod links;
 pub mod maps;

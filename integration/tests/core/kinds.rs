@@ -52,6 +52,7 @@ macro_rules! kinds {
 kinds! {
     a_lease_on_a_file: "read-lease",
     what_only_mattered_when_it_was_opened: "opened",
+    watches_with_flags: "watch-flags",
     files_without_names_that_are_watched_or_mapped: "nameless-files",
     packets_and_addresses_of_odd_sockets: "odd-sockets",
     connections_that_are_full: "full",

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::compare::CLOSED;
+use crate::inotify::FLAGS;
 use crate::record::Items;
 
 /// Adds the items of this file. `nameless` is the descriptor that has a file with this inode and device, whose name is gone.
@@ -25,8 +26,8 @@ fn lines(text: &str, nameless: impl Fn(u64, u64) -> Option<String>, items: &mut 
     for line in text.lines() {
         if line.starts_with("inotify wd") {
             match watched_file(line).and_then(|(inode, device)| nameless(inode, device)) {
-                Some(file) => add(items, "inotify-nameless", format!("{} of {file}", inotify(line))),
-                None => add(items, "inotify", inotify(line)),
+                Some(file) => add(items, "inotify-nameless", format!("{} of {file}", watch(line))),
+                None => inotify(line, items),
             }
         } else if let Some((name, value)) = line.split_once(':') {
             one(name, value.trim(), line, items);
@@ -145,9 +146,22 @@ fn epoll(value: &str) -> (String, Option<String>) {
     }
 }
 
+/// A watch: its number and its events, and apart its flags, which CRIU does not restore.
+fn inotify(line: &str, items: &mut Items) {
+    let line = watch(line);
+    let mask = line.rsplit_once(' ').and_then(|(rest, mask)| Some((rest, u32::from_str_radix(mask, 16).ok()?)));
+    match mask.filter(|(_, mask)| mask & FLAGS != 0) {
+        Some((rest, mask)) => {
+            add(items, "inotify", format!("{rest} {:x}", mask & !FLAGS));
+            add(items, "inotify-flags", line);
+        }
+        None => add(items, "inotify", line),
+    }
+}
+
 /// `inotify wd:1 ino:7bcf sdev:fe00000 mask:800afce ignored_mask:0 fhandle-bytes:8 ...`: the number and the mask. The file
 /// can be another one of the same name.
-fn inotify(line: &str) -> String {
+fn watch(line: &str) -> String {
     let word = |name: &str| line.split_whitespace().find_map(|word| word.strip_prefix(name)).unwrap_or_default();
     format!("watch {} mask {}", word("wd:"), word("mask:"))
 }
@@ -249,6 +263,10 @@ mod tests {
         assert_eq!(
             of("inotify wd:1 ino:7bcf sdev:fe00000 mask:800afce ignored_mask:0 fhandle-bytes:8 f_handle:a\n"),
             pairs(&[("inotify", "watch 1 mask 800afce")])
+        );
+        assert_eq!(
+            of("inotify wd:2 ino:7bcf sdev:fe00000 mask:84000006 ignored_mask:0\n"),
+            pairs(&[("inotify", "watch 2 mask 6"), ("inotify-flags", "watch 2 mask 84000006")])
         );
         assert_eq!(of("Pid:\t4711\nNSpid:\t4711\t1003\n"), pairs(&[("process", "1003")]));
         assert_eq!(of("sigmask:\t0000000000010000\n"), pairs(&[("signals", "0000000000010000")]));
