@@ -1283,6 +1283,22 @@ def watch_flags():
     count(check, last)
 
 
+def watched_link():
+    """A watch of inotify on a symbolic link itself, until the file `end` is there."""
+    libc = ctypes.CDLL(None)
+    os.symlink("nowhere", path("link"))
+    inotify = libc.inotify_init1(os.O_NONBLOCK)
+    need(libc.inotify_add_watch(inotify, path("link").encode(), 0x4 | 0x02000000) == 1, "no watch")
+
+    def check(n):
+        if os.path.exists(path("end")):
+            libc.inotify_rm_watch(inotify, 1)
+            os.read(inotify, 4096)
+            os.remove(path("end"))
+
+    count(check)
+
+
 def moved_sockets():
     """UNIX sockets whose paths were removed, given to another socket, or to a file, since they were bound."""
 
@@ -1562,6 +1578,7 @@ KINDS = {
     "from-memory": lambda: program("from-memory"),
     "several-names": several_names,
     "fixed-addresses": fixed_addresses,
+    "watched-link": watched_link,
     "watch-flags": watch_flags,
     "own-namespaces": own_namespaces,
     "disarmed": disarmed,

@@ -353,6 +353,23 @@ fn a_program_in_memory_is_refused_until_it_ends() {
     finish(&lab, run);
 }
 
+/// CRIU dumps it, and no restore would find it.
+#[test]
+fn a_watch_on_a_symbolic_link_is_refused_until_it_ends() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = lab.python("kinds.py", &["watched-link", lab.path().to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    run.signal(Signal::SIGUSR1);
+    run.wait_said("has a watch of inotify on a symbolic link (IN_DONT_FOLLOW), which CRIU dumps and cannot restore");
+    count_on(&lab, &mut run, 5);
+    std::fs::write(lab.file("end"), "").unwrap();
+    run.wait_for("it has ended", || !lab.file("end").exists());
+    run.snapshot(&lab);
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
 /// A restored job would write to the folder below it.
 #[test]
 fn a_mount_that_the_job_made_is_not_lost_in_silence() {

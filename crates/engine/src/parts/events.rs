@@ -6,11 +6,14 @@
 //! events, and a note says so.
 
 use std::collections::BTreeSet;
+use std::fs::File;
 use std::os::fd::{AsFd, RawFd};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use rekindle_os::process;
+use rekindle_os::inotify::Watch;
+use rekindle_os::{mounts, process};
 
 /// Most are read at once. Who reads none for this time is busy or does not read.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -80,6 +83,49 @@ fn of_process(pid: i32) -> Vec<(i32, RawFd)> {
     numbers.filter(|(number, _)| has_events(*number)).map(|(number, _)| (pid, number)).collect()
 }
 
+/// What CRIU dumps of a descriptor of file events and does not restore, if it has that, and what the job can do about it.
+pub(crate) fn unrestorable(pid: i32, number: RawFd, target: &Path) -> Option<(&'static str, &'static str)> {
+    let info = || process::text(pid, &format!("fdinfo/{number}")).ok();
+    match target.to_str()? {
+        "anon_inode:inotify" => {
+            let info = info()?;
+            if sends_signals(&info) {
+                return Some((
+                    "an inotify descriptor that sends signals (O_ASYNC)",
+                    ": wait for its events with poll or epoll",
+                ));
+            }
+            let link = ("a watch of inotify on a symbolic link (IN_DONT_FOLLOW)", ": watch the folder of the link");
+            watches_link(pid, &info).then_some(link)
+        }
+        "anon_inode:[fanotify]" if marks_file_system(&info()?) => {
+            let mark = "a mark of fanotify on a whole file system (FAN_MARK_FILESYSTEM)";
+            Some((mark, ": mark its mounts (FAN_MARK_MOUNT)"))
+        }
+        _ => None,
+    }
+}
+
+fn sends_signals(info: &str) -> bool {
+    let flags = info.lines().find_map(|line| u32::from_str_radix(line.strip_prefix("flags:")?.trim(), 8).ok());
+    flags.is_some_and(|flags| flags & libc::O_ASYNC.cast_unsigned() != 0)
+}
+
+/// The mark of a file system has its device and no file.
+fn marks_file_system(info: &str) -> bool {
+    info.lines().any(|line| line.starts_with("fanotify sdev:"))
+}
+
+fn watches_link(pid: i32, info: &str) -> bool {
+    let watches = Watch::all(info);
+    let mounts = if watches.is_empty() { Vec::new() } else { mounts::of(pid).unwrap_or_default() };
+    let is_link = |watch: &Watch| {
+        let file = watch.file(pid, &mounts).map(File::from);
+        file.is_some_and(|file| file.metadata().is_ok_and(|metadata| metadata.is_symlink()))
+    };
+    watches.iter().any(is_link)
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsRawFd;
@@ -112,5 +158,29 @@ mod tests {
         };
         assert!(!ours(&Unread::let_pass(&[own], &reads)) && is_read.get());
         assert!(Unread::of(&[i32::MAX]).is_empty());
+    }
+
+    #[test]
+    fn what_criu_does_not_restore_is_known() {
+        if !rekindle_testing::root() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let link = dir.path().join("link");
+        std::os::unix::fs::symlink("nowhere", &link).unwrap();
+        let pid = std::process::id().cast_signed();
+        let of = |inotify: &Inotify| {
+            let number = inotify.as_fd().as_raw_fd();
+            unrestorable(pid, number, Path::new("anon_inode:inotify")).map(|(what, _)| what)
+        };
+        let inotify = Inotify::init(InitFlags::IN_CLOEXEC).unwrap();
+        inotify.add_watch(dir.path(), AddWatchFlags::IN_CREATE).unwrap();
+        assert_eq!(of(&inotify), None);
+        inotify.add_watch(&link, AddWatchFlags::IN_ATTRIB | AddWatchFlags::IN_DONT_FOLLOW).unwrap();
+        assert!(of(&inotify).unwrap().contains("symbolic link"));
+        assert!(sends_signals("pos:\t0\nflags:\t020000\n") && !sends_signals("pos:\t0\nflags:\t02004000\n"));
+        let marks = "fanotify flags:0 event-flags:0\nfanotify mnt_id:1b mflags:0 mask:8 ignored_mask:0\n";
+        assert!(!marks_file_system(marks) && !marks_file_system("fanotify ino:4f969 sdev:800013 mflags:0 mask:3b\n"));
+        assert!(marks_file_system(&format!("{marks}fanotify sdev:800013 mflags:0 mask:8 ignored_mask:0\n")));
     }
 }

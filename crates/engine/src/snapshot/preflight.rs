@@ -9,7 +9,7 @@ use bytesize::ByteSize;
 use super::Subject;
 use crate::launch::interposer;
 use crate::launch::mounted::Mounted;
-use crate::parts::posix_timers;
+use crate::parts::{events, posix_timers};
 use rekindle_cuda::nvml::{Gpu, GpuInventory, Mig, names_instance};
 use rekindle_os::cgroup;
 use rekindle_os::leases::{self, Lease};
@@ -57,6 +57,16 @@ pub enum Refusal {
         pid: i32,
         name: String,
         /// What to do about it.
+        what: &'static str,
+        /// What helps.
+        hint: &'static str,
+    },
+    /// CRIU dumps something that a process has, and cannot restore it.
+    #[error("process {pid} ({name}) has {what}, which CRIU dumps and cannot restore{hint}")]
+    Unrestorable {
+        pid: i32,
+        name: String,
+        /// What it has.
         what: &'static str,
         /// What helps.
         hint: &'static str,
@@ -346,6 +356,10 @@ fn check_descriptor(pid: i32, number: i32, target: &Path) -> Result<(), Refusal>
     if timerfd::is_alarm(pid, number, target) {
         let hint = ": use CLOCK_REALTIME or CLOCK_BOOTTIME, unless it must wake a machine that sleeps";
         return refuse("a timer of an alarm clock (CLOCK_REALTIME_ALARM or CLOCK_BOOTTIME_ALARM)", hint);
+    }
+    if let Some((what, hint)) = events::unrestorable(pid, number, target) {
+        let (pid, name) = shown(pid);
+        return Err(Refusal::Unrestorable { pid, name, what, hint });
     }
     Ok(())
 }
