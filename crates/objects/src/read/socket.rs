@@ -20,7 +20,6 @@ pub(super) struct Raw {
     address: Option<String>,
     /// Where the file is now to which a UNIX socket was bound.
     file: Option<String>,
-    is_connected: bool,
     peer: Peer,
     /// What poll(2) says.
     conditions: Option<i16>,
@@ -34,6 +33,7 @@ pub(super) struct Raw {
 /// The other end.
 #[derive(Debug)]
 struct Peer {
+    is_there: bool,
     address: Option<String>,
     user: Option<(u32, u32)>,
 }
@@ -104,8 +104,11 @@ impl Raw {
             state: is_tcp.then(|| tcp_state(socket)).flatten(),
             file: is_bound.then(|| attributes::bound_file(socket).ok()).flatten(),
             address,
-            is_connected: peer.is_ok(),
-            peer: Peer { user: (family == libc::AF_UNIX).then(|| peer_user(socket)).flatten(), address: named(peer) },
+            peer: Peer {
+                is_there: peer.is_ok(),
+                user: (family == libc::AF_UNIX).then(|| peer_user(socket)).flatten(),
+                address: named(peer),
+            },
             conditions: (!listens && (is_ip || matches!(kind, libc::SOCK_STREAM | libc::SOCK_SEQPACKET)))
                 .then(|| attributes::conditions(socket).ok())
                 .flatten(),
@@ -126,19 +129,19 @@ impl Raw {
     pub(super) fn sends_to_nameless(&self) -> bool {
         self.family == libc::AF_UNIX
             && self.kind == libc::SOCK_DGRAM
-            && self.is_connected
+            && self.peer.is_there
             && self.peer.address.is_none()
     }
 
     /// Its other end is closed. The kernel forgets that end when something is sent to it, and CRIU at once.
     pub(super) fn lost_its_peer(&mut self) {
-        self.is_connected = false;
+        self.peer.is_there = false;
     }
 
     /// Which directions of a connection are over.
     fn over(&self) -> Option<&'static str> {
         let [none, receive, both] = OVER;
-        let is_connection = self.is_connected && matches!(self.kind, libc::SOCK_STREAM | libc::SOCK_SEQPACKET);
+        let is_connection = self.peer.is_there && matches!(self.kind, libc::SOCK_STREAM | libc::SOCK_SEQPACKET);
         let conditions = self.conditions.filter(|_| is_connection)?;
         Some(match conditions & (libc::POLLRDHUP | libc::POLLHUP) {
             0 => none,
@@ -164,7 +167,7 @@ impl Raw {
             _ if self.listens => "listens",
             Some(CLOSED) => "closed",
             Some(CONNECTING) => "connecting",
-            _ if self.is_connected => "connected",
+            _ if self.peer.is_there => "connected",
             _ => "not connected",
         };
         put("state", state.to_owned());
