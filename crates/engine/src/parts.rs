@@ -23,6 +23,7 @@
 //! | `listeners` | UNIX sockets, by CRIU | the user whom their clients see |
 //! | `objects` | a record of what the kernel has of each task | compared before the job runs; set again where the kernel lets us |
 //! | `settings` | personality and memory policy of each thread, in the record | set by the thread itself, before it runs |
+//! | `tasks` | nothing: threads that do not share all with their process, and children of clone(2), are refused | |
 //! | `access` | rights and open files of each process | compared before the job runs |
 
 pub(crate) mod access;
@@ -45,6 +46,8 @@ pub(crate) mod objects;
 pub(crate) mod posix_timers;
 pub(crate) mod scheduling;
 pub(crate) mod settings;
+pub(crate) mod tasks;
 pub(crate) mod tcp;
 pub(crate) mod terminals;
 pub(crate) mod timers;
+pub(crate) mod unrestorable;

@@ -94,6 +94,35 @@ fn stat(pid: i32) -> Option<Stat> {
     Stat::from_file(format!("/proc/{pid}/stat")).ok()
 }
 
+/// How a process is related to others, as we see their pids.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Relations {
+    /// The process that it is a child of.
+    pub parent: i32,
+    /// Its process group.
+    pub group: i32,
+    /// Its session.
+    pub session: i32,
+    /// The signal that its parent gets when it ends; 0 for none.
+    pub exit_signal: i32,
+}
+
+/// How a process is related to others, also one that is dead and not reaped.
+#[must_use]
+pub fn relations(pid: i32) -> Option<Relations> {
+    let stat = stat(pid)?;
+    let exit_signal = stat.exit_signal.unwrap_or(libc::SIGCHLD);
+    Some(Relations { parent: stat.ppid, group: stat.pgrp, session: stat.session, exit_signal })
+}
+
+/// Whether a thread or process is on its way to its end (`PF_EXITING` of the kernel's linux/sched.h), dead, or gone. From
+/// the first on, it gives back what it shares with others.
+#[must_use]
+pub fn is_leaving(tid: i32) -> bool {
+    const PF_EXITING: u32 = 0x4;
+    stat(tid).is_none_or(|stat| stat.flags & PF_EXITING != 0)
+}
+
 /// A field of /proc/PID/status.
 #[must_use]
 pub fn status(pid: impl Display, field: &str) -> Option<String> {

@@ -1,5 +1,5 @@
-//! Whether two descriptors, also of different processes, are the same open file description (kcmp(2), `KCMP_FILE`), and
-//! whether one is what an epoll set watches (`KCMP_EPOLL_TFD`).
+//! Whether two descriptors, also of different processes, are the same open file description (kcmp(2), `KCMP_FILE`),
+//! whether one is what an epoll set watches (`KCMP_EPOLL_TFD`), and what two tasks share.
 #![allow(unsafe_code, reason = "a system call that the libraries do not have; the block says why it is sound")]
 
 use std::cmp::Ordering;
@@ -9,6 +9,37 @@ use std::io;
 const FILE: libc::c_long = 0;
 /// `KCMP_EPOLL_TFD` of linux/kcmp.h.
 const EPOLL: libc::c_long = 7;
+
+/// What tasks can share (linux/kcmp.h). Threads usually share all of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(i64)]
+pub enum Shared {
+    /// The memory: `KCMP_VM`.
+    Memory = 1,
+    /// The table of descriptors: `KCMP_FILES`.
+    Descriptors = 2,
+    /// Working directory, root directory and umask: `KCMP_FS`.
+    Folders = 3,
+    /// The handlers of signals: `KCMP_SIGHAND`.
+    Handlers = 4,
+    /// The undo list of System V semaphores: `KCMP_SYSVSEM`.
+    UndoList = 6,
+}
+
+/// Whether two tasks (processes or threads) share something. A task that is ending has nothing of it any more, and shares
+/// that with all others that are ending.
+///
+/// # Errors
+/// When a task is gone, we may not trace one, or the kernel has no kcmp(2).
+pub fn shares(one: i32, other: i32, what: Shared) -> io::Result<bool> {
+    let [one, other] = [one, other].map(libc::c_long::from);
+    // SAFETY: a system call on numbers.
+    match unsafe { libc::syscall(libc::SYS_kcmp, one, other, what as libc::c_long, 0, 0) } {
+        0 => Ok(true),
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(false),
+    }
+}
 
 /// `struct kcmp_epoll_slot` of linux/kcmp.h: one of the files that an epoll set watches.
 #[repr(C)]
@@ -60,6 +91,21 @@ mod tests {
     use std::os::fd::AsRawFd;
 
     use super::*;
+
+    #[test]
+    fn threads_share_what_processes_do_not() {
+        let own = std::process::id().cast_signed();
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let other = child.id().cast_signed();
+        let thread = std::thread::spawn(|| nix::unistd::gettid().as_raw());
+        let all = [Shared::Memory, Shared::Descriptors, Shared::Folders, Shared::Handlers];
+        let found = all.map(|what| (shares(own, own, what).unwrap(), shares(own, other, what).unwrap()));
+        let _ = child.kill();
+        let _ = child.wait();
+        assert_eq!(found, [(true, false); 4]);
+        let tid = thread.join().unwrap();
+        assert!(shares(own, i32::MAX, Shared::Folders).is_err() && tid != own);
+    }
 
     #[test]
     fn a_duplicate_is_the_same_and_another_opening_is_not() {

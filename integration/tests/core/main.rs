@@ -50,6 +50,7 @@ mod page;
 mod passing;
 mod paths;
 mod proven;
+mod refused;
 mod rehearse;
 mod repair;
 mod requeue;

@@ -21,7 +21,7 @@ use crate::parts::tcp::waiting::{self, Unaccepted};
 use crate::parts::terminals::{Emptied, Unsaved};
 use crate::parts::{
     access, affinity, cpu_time, datagrams, eventfds, fds::InFlight, groups, objects::Photographed, posix_timers,
-    scheduling, tcp, timers,
+    scheduling, tasks, tcp, timers,
 };
 use rekindle_base::chain;
 use rekindle_criu as criu;
@@ -262,7 +262,11 @@ impl Still<'_, '_> {
         let root = self.env.root();
         dead.tree
             .iter()
-            .try_for_each(|pid| preflight::check_namespaces(*pid, root).and_then(|()| preflight::check_program(*pid)))
+            .try_for_each(|pid| {
+                preflight::check_namespaces(*pid, root)?;
+                tasks::check(*pid)?;
+                preflight::check_program(*pid)
+            })
             .map_err(|refusal| self.refuse(refusal))?;
         let (subject, patience) = (self.env.subject, waiting::patience(self.env.reason));
         let (wanted, subnet) = (subject.options.tcp, subject.job.world.subnet());

@@ -9,7 +9,8 @@ use bytesize::ByteSize;
 use super::Subject;
 use crate::launch::interposer;
 use crate::launch::mounted::Mounted;
-use crate::parts::{events, posix_timers};
+use crate::parts::unrestorable::Unrestorable;
+use crate::parts::{events, posix_timers, tasks};
 use rekindle_cuda::nvml::{Gpu, GpuInventory, Mig, names_instance};
 use rekindle_os::cgroup;
 use rekindle_os::leases::{self, Lease};
@@ -146,6 +147,9 @@ pub enum Refusal {
     /// A restored job would not have a mount that the job has made.
     #[error("{0}")]
     Mounted(Mounted),
+    /// CRIU would restore it as something else, or not at all.
+    #[error(transparent)]
+    Unrestorable(#[from] Unrestorable),
     /// A process is on a part of a GPU.
     #[error(
         "process {pid} ({name}) is on {part}, which the CUDA driver cannot checkpoint: give the job whole GPUs{hint}"
@@ -164,6 +168,7 @@ pub enum Refusal {
 pub(super) fn check(tree: &[i32], subject: &Subject<'_>) -> Result<(), Refusal> {
     let root = subject.job.root.pid();
     tree.iter().try_for_each(|pid| check_process(*pid, root))?;
+    tasks::check_exit_signals(tree)?;
     subject.job.world.mounted(tree).map_or(Ok(()), |mounted| Err(Refusal::Mounted(mounted)))?;
     check_pipes(tree, MOST_PIPES)?;
     check_stop(tree)
@@ -332,6 +337,7 @@ fn check_process(pid: i32, root: i32) -> Result<(), Refusal> {
         return Err(Refusal::Traced { pid, name, tracer });
     }
     check_namespaces(pid, root)?;
+    tasks::check(pid)?;
     check_program(pid)?;
     if process::text(pid, "maps").is_ok_and(|maps| is_probed(&maps)) {
         let (pid, name) = shown(pid);

@@ -1,0 +1,92 @@
+#!/usr/bin/env python3
+"""Jobs with something that no restore would give back. They count, and give it up once FOLDER/release is there.
+
+    refused.py KIND FOLDER
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+
+sys.dont_write_bytecode = True
+
+from kinds import KIND, count, need, path  # noqa: E402
+
+libc = ctypes.CDLL(None, use_errno=True)
+FS, FILES = 0x200, 0x400
+NEWCGROUP, NEWUTS, NEWIPC, NEWPID, NEWNET = 0x2000000, 0x4000000, 0x8000000, 0x20000000, 0x40000000
+
+
+def released():
+    while not os.path.exists(path("release")):
+        time.sleep(0.01)
+
+
+def unshare(flags):
+    need(libc.unshare(flags) == 0, "unshare", ctypes.get_errno())
+
+
+def counted(has_given_up):
+    """Counts, and removes FOLDER/release once all is given up."""
+
+    def check(_):
+        if os.path.exists(path("release")) and has_given_up():
+            os.unlink(path("release"))
+
+    count(check)
+
+
+def in_a_thread(flags):
+    begun = threading.Event()
+
+    def apart():
+        unshare(flags)
+        begun.set()
+        released()
+
+    thread = threading.Thread(target=apart)
+    thread.start()
+    begun.wait()
+    counted(lambda: not thread.is_alive())
+
+
+def in_a_child(before):
+    """A child of its own, which ends when it is told to."""
+    ready, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        before()
+        os.write(told, b"x")
+        released()
+        os._exit(0)
+    os.read(ready, 1)
+    counted(lambda: os.waitpid(child, os.WNOHANG)[0] == child)
+
+
+def cloned(flags):
+    """A child whose end its parent is told in another way."""
+    child = libc.syscall(56, ctypes.c_long(flags), 0, 0, 0, 0)
+    if child == 0:
+        released()
+        os._exit(0)
+    signal.signal(signal.SIGUSR2, lambda *_: None)
+    every = 0x40000000
+    counted(lambda: os.waitpid(child, os.WNOHANG | every)[0] == child)
+
+
+KINDS = {
+    "thread-folder": lambda: in_a_thread(FS),
+    "thread-descriptors": lambda: in_a_thread(FILES),
+    "thread-network": lambda: in_a_thread(NEWNET),
+    "thread-host-name": lambda: in_a_thread(NEWUTS),
+    "thread-ipc": lambda: in_a_thread(NEWIPC),
+    "thread-cgroup": lambda: in_a_thread(NEWCGROUP),
+    "pid-for-children": lambda: in_a_child(lambda: unshare(NEWPID)),
+    "no-exit-signal": lambda: cloned(0),
+    "exit-signal": lambda: cloned(signal.SIGUSR2),
+}
+if __name__ == "__main__":
+    KINDS[KIND]()

@@ -1,0 +1,59 @@
+//! What CRIU would lose in silence, or dump and not restore: refused with the process, the object and what to do. The job runs on,
+//! and has snapshots once it has given the object up.
+
+use std::fs;
+
+use nix::sys::signal::Signal;
+
+use crate::kinds::{count_on, finish};
+use crate::supervisor::Lab;
+
+/// Starts a job of `jobs/refused.py`, whose snapshot fails with these words, and works once it has released what it has.
+fn is_refused(kind: &str, words: &[&str]) {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("snapshot.retry-after", "\"1h\"").set("snapshot.retry-max", "\"1h\"");
+    let mut run = lab.python("refused.py", &[kind, lab.path().to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    run.signal(Signal::SIGUSR1);
+    run.wait_said("the snapshot failed, the job continues");
+    for words in words {
+        assert!(run.err().contains(words), "{kind}: {words} is not in\n{}", run.err());
+    }
+    assert!(lab.good().is_empty(), "{kind}");
+    count_on(&lab, &mut run, 5);
+    fs::write(lab.file("release"), "").unwrap();
+    run.wait_for("it is given up", || !lab.file("release").exists());
+    run.snapshot(&lab);
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
+macro_rules! refused {
+    ($($name:ident: $kind:literal, $words:expr;)*) => {
+        $(#[test] fn $name() { is_refused($kind, &$words); })*
+    };
+}
+
+const OF_THE_JOB: &str = "process 1001 (python3) ";
+
+refused! {
+    a_thread_with_a_folder_of_its_own: "thread-folder",
+        [OF_THE_JOB, "has a thread (1002) with a working directory", "openat(2)"];
+    a_thread_with_descriptors_of_its_own: "thread-descriptors",
+        [OF_THE_JOB, "has a thread (1002) with descriptors of its own"];
+    a_thread_in_a_network_of_its_own: "thread-network",
+        [OF_THE_JOB, "has a thread (1002) with its own network namespace", "(setns)"];
+    a_thread_with_a_host_name_of_its_own: "thread-host-name",
+        [OF_THE_JOB, "has a thread (1002) with its own host name namespace"];
+    a_thread_with_system_v_objects_of_its_own: "thread-ipc",
+        [OF_THE_JOB, "has a thread (1002) with its own IPC namespace"];
+    a_thread_with_a_namespace_of_control_groups: "thread-cgroup",
+        [OF_THE_JOB, "has a thread (1002) with its own control group namespace"];
+    a_pid_namespace_for_the_next_child: "pid-for-children",
+        ["process 1002 (python3) has left its PID namespace for the children"];
+    a_child_whose_end_is_told_nobody: "no-exit-signal",
+        ["process 1002 (python3) was started so that its parent gets no signal at its end", "fork(2)"];
+    a_child_whose_end_is_told_by_another_signal: "exit-signal",
+        ["process 1002 (python3) was started so that its parent gets SIGUSR2 at its end"];
+}
