@@ -538,11 +538,15 @@ def large():
     count(lambda n: need(block[n * 4096 % len(block)] == 1, "memory differs at", n))
 
 
-def daemon():
+def daemon(has_worker=False):
+    """A process that forked twice, in a session without a leader, and a worker below it."""
     if os.fork() == 0:
         os.setsid()
         if os.fork() != 0:
             os._exit(0)
+        if has_worker and os.fork() != 0:
+            while True:
+                time.sleep(1)
         lines = open(path("daemon.txt"), "a", buffering=1)
         n = 0
         while True:
@@ -1597,6 +1601,7 @@ KINDS = {
     "fresh-128": lambda: fresh(128),
     "large": large,
     "daemon": daemon,
+    "daemon-with-worker": lambda: daemon(True),
     "mixed": mixed,
 }
 if __name__ == "__main__":

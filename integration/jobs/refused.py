@@ -13,7 +13,7 @@ import time
 
 sys.dont_write_bytecode = True
 
-from kinds import KIND, count, need, path  # noqa: E402
+from kinds import KIND, await_all, count, need, path  # noqa: E402
 
 libc = ctypes.CDLL(None, use_errno=True)
 FS, FILES = 0x200, 0x400
@@ -77,6 +77,31 @@ def cloned(flags):
     counted(lambda: os.waitpid(child, os.WNOHANG | every)[0] == child)
 
 
+def left_session(has_groups):
+    """Two processes in a session whose leader is dead, as after `setsid sh -c "a & b &"`."""
+    ready, told = os.pipe()
+    leader = os.fork()
+    if leader == 0:
+        os.setsid()
+        for number in range(2):
+            if os.fork() == 0:
+                if has_groups and number:
+                    os.setpgid(0, 0)
+                os.write(told, b"%8d" % os.getpid())
+                released()
+                os._exit(0)
+        os._exit(0)
+    os.waitpid(leader, 0)
+    left = [int(os.read(ready, 8)) for _ in range(2)]
+    await_all(lambda: all(f"PPid:\t{leader}" not in status(pid) for pid in left), "not adopted")
+    counted(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in left))
+
+
+def status(pid):
+    with open(f"/proc/{pid}/status") as file:
+        return file.read()
+
+
 KINDS = {
     "thread-folder": lambda: in_a_thread(FS),
     "thread-descriptors": lambda: in_a_thread(FILES),
@@ -87,6 +112,8 @@ KINDS = {
     "pid-for-children": lambda: in_a_child(lambda: unshare(NEWPID)),
     "no-exit-signal": lambda: cloned(0),
     "exit-signal": lambda: cloned(signal.SIGUSR2),
+    "left-session": lambda: left_session(False),
+    "left-groups": lambda: left_session(True),
 }
 if __name__ == "__main__":
     KINDS[KIND]()

@@ -204,15 +204,20 @@ pub struct Ids {
 /// and a foreign session only through a helper process that ends. Then it belongs to pid 1, because the root becomes a
 /// subreaper too late, and it would be missing in the next image.
 ///
+/// Returns a process of a session or process group that this takes apart, if there is one. Then the image must not be used.
+///
 /// # Errors
 /// When pstree.img is missing or damaged, or cannot be written.
-pub fn adopt_daemons(dir: &Beneath) -> Result<(), Error> {
+pub fn adopt_daemons(dir: &Beneath) -> Result<Option<u32>, Error> {
     let path = dir.join("pstree.img");
     let before: Vec<PstreeEntry> = Records::open(path.clone(), PSTREE)?.all()?;
     let mut entries = before.clone();
     lead_sessions(&mut entries);
     if entries == before {
-        return Ok(());
+        return Ok(None);
+    }
+    if let Some(torn) = torn(&before, &entries) {
+        return Ok(Some(torn));
     }
     let mut bytes: Vec<u8> = [COMMON, PSTREE].iter().flat_map(|word| word.to_le_bytes()).collect();
     for entry in &entries {
@@ -221,7 +226,64 @@ pub fn adopt_daemons(dir: &Beneath) -> Result<(), Error> {
         bytes.extend(length.to_le_bytes());
         bytes.extend(record);
     }
-    put(&path, &bytes)
+    put(&path, &bytes).map(|()| None)
+}
+
+/// A process, its parent, its process group and its session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Member {
+    /// The process.
+    pub pid: u32,
+    /// Its parent.
+    pub parent: u32,
+    /// Its process group.
+    pub group: u32,
+    /// Its session.
+    pub session: u32,
+}
+
+/// A process of a session or process group that [`adopt_daemons`] would take apart. The first process is the root, and parents
+/// come before their children.
+#[must_use]
+pub fn torn_session(processes: &[Member]) -> Option<u32> {
+    let entry = |of: &Member| PstreeEntry {
+        pid: of.pid,
+        ppid: of.parent,
+        pgid: of.group,
+        sid: of.session,
+        threads: Vec::new(),
+    };
+    let before: Vec<PstreeEntry> = processes.iter().map(entry).collect();
+    let mut after = before.clone();
+    lead_sessions(&mut after);
+    torn(&before, &after)
+}
+
+/// A process whose session or process group consists of other processes than before. The numbers may be others.
+fn torn(before: &[PstreeEntry], after: &[PstreeEntry]) -> Option<u32> {
+    let (mut sessions, mut groups) = (Renumbered::default(), Renumbered::default());
+    let mut pairs = before.iter().zip(after);
+    let (apart, _) = pairs.find(|(then, now)| {
+        let is_apart = sessions.is_apart(then.sid, now.sid);
+        groups.is_apart(then.pgid, now.pgid) || is_apart
+    })?;
+    // One that the root has adopted is the reason.
+    let root = before.first().map_or(0, |root| root.pid);
+    let moved = before.iter().zip(after).filter(|(then, now)| then.sid == apart.sid && then.sid != now.sid);
+    let adopted = moved.map(|(then, _)| then).find(|then| then.ppid == root);
+    Some(adopted.unwrap_or(apart).pid)
+}
+
+/// What each number has become, and what each was.
+#[derive(Default)]
+struct Renumbered(BTreeMap<u32, u32>, BTreeMap<u32, u32>);
+
+impl Renumbered {
+    /// Whether others with either number have another one in its place.
+    fn is_apart(&mut self, then: u32, now: u32) -> bool {
+        let Renumbered(to, from) = self;
+        *to.entry(then).or_insert(now) != now || *from.entry(now).or_insert(then) != then
+    }
 }
 
 fn lead_sessions(entries: &mut [PstreeEntry]) {

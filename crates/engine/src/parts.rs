@@ -24,6 +24,7 @@
 //! | `objects` | a record of what the kernel has of each task | compared before the job runs; set again where the kernel lets us |
 //! | `settings` | personality and memory policy of each thread, in the record | set by the thread itself, before it runs |
 //! | `tasks` | nothing: threads that do not share all with their process, and children of clone(2), are refused | |
+//! | `sessions` | by CRIU; sessions that a restore would take apart are refused | a daemon leads its session |
 //! | `access` | rights and open files of each process | compared before the job runs |
 
 pub(crate) mod access;
@@ -45,6 +46,7 @@ pub(crate) mod locks;
 pub(crate) mod objects;
 pub(crate) mod posix_timers;
 pub(crate) mod scheduling;
+pub(crate) mod sessions;
 pub(crate) mod settings;
 pub(crate) mod tasks;
 pub(crate) mod tcp;

@@ -76,16 +76,17 @@ pub fn compare(then: &Record, now: &Record) -> Vec<Difference> {
     let here: BTreeMap<i32, &Process> = now.processes.iter().map(|process| (process.pid, process)).collect();
     // Each once, whatever the record says.
     let processes: BTreeMap<i32, &Process> = then.processes.iter().map(|process| (process.pid, process)).collect();
-    let there: BTreeSet<i32> = processes.keys().copied().collect();
     let kernel = if then.kernel == now.kernel { Kernel::Same } else { Kernel::Other };
     let names = Names::of(then);
-    for process in processes.into_values() {
+    for process in processes.values() {
         match here.get(&process.pid) {
-            Some(now) => Pair { then: process, now, there: &there, kernel, names: &names, found: &mut found }.compare(),
+            Some(now) => {
+                Pair { then: process, now, there: &processes, kernel, names: &names, found: &mut found }.compare();
+            }
             None => found.extend(presence(Of::Process, "process", process, None, true)),
         }
     }
-    let more = now.processes.iter().filter(|process| !there.contains(&process.pid));
+    let more = now.processes.iter().filter(|process| !processes.contains_key(&process.pid));
     found.extend(more.filter_map(|process| presence(Of::Process, "process", process, None, false)));
     found
 }
@@ -132,8 +133,8 @@ fn presence(of: Of, item: &str, process: &Process, at: Option<i32>, was: bool) -
 struct Pair<'a> {
     then: &'a Process,
     now: &'a Process,
-    /// The pids of then.
-    there: &'a BTreeSet<i32>,
+    /// The processes of then.
+    there: &'a BTreeMap<i32, &'a Process>,
     kernel: Kernel,
     names: &'a Names<'a>,
     found: &'a mut Vec<Difference>,
@@ -255,13 +256,13 @@ impl Pair<'_> {
                 continue;
             }
             let program = (row.item == "executable").then(|| self.program(then, now));
-            let means = match program.flatten() {
+            let mut means = match program.flatten() {
                 Some(Name::Gone) => continue,
                 Some(Name::Other) => Means::Told,
                 None => row.means,
             };
-            if matches!(row.item, "session" | "process-group") && self.is_led_by_itself(then, now) {
-                continue;
+            if matches!(row.item, "session" | "process-group") && self.has_another_leader(then, now) {
+                means = Means::Told;
             }
             self.found.push(Difference {
                 row: Row { means, ..row },
@@ -292,10 +293,11 @@ impl Pair<'_> {
         is_same.then(|| if is_nameless(then) && is_nameless(now) { Name::Gone } else { Name::Other })
     }
 
-    /// A session or process group whose leader has ended cannot be made: its process leads one of its own.
-    fn is_led_by_itself(&self, then: Option<&String>, now: Option<&String>) -> bool {
-        let number = |value: Option<&String>| value.and_then(|value| value.parse::<i32>().ok());
-        number(now) == Some(self.now.pid) && number(then).is_some_and(|leader| !self.there.contains(&leader))
+    /// A session or process group whose leader has ended cannot be made: a process of that session leads it now.
+    fn has_another_leader(&self, then: Option<&String>, now: Option<&String>) -> bool {
+        let process = |value: Option<&String>| self.there.get(&value?.parse().ok()?).copied();
+        let session = |process: &Process| process.items.get("session").cloned();
+        process(then).is_none() && process(now).is_some_and(|leader| session(leader) == session(self.then))
     }
 }
 
@@ -609,15 +611,15 @@ mod tests {
     #[test]
     fn a_session_whose_leader_has_ended_is_a_new_one() {
         let with = |session: &str, leader: i32| {
-            let mut daemon = process(1003);
-            daemon.items = items(&[("session", session)]);
-            let mut leader = process(leader);
-            leader.items.clear();
-            record(vec![leader, daemon])
+            let member = |pid| Process { items: items(&[("session", session)]), ..process(pid) };
+            let leader = Process { items: items(&[("session", "1000")]), ..process(leader) };
+            record(vec![leader, member(1003), member(1004)])
         };
-        assert!(compare(&with("1002", 1001), &with("1003", 1001)).is_empty());
-        assert_eq!(compare(&with("1002", 1002), &with("1003", 1002)).len(), 1, "its leader is there");
-        assert_eq!(compare(&with("1002", 1001), &with("1001", 1001)).len(), 1, "the session of another");
+        let means = |then, now| compare(&then, &now).into_iter().map(|found| found.row.means).collect::<Vec<_>>();
+        // A daemon, and a child of it, whose leader is 1003 now.
+        assert_eq!(means(with("1002", 1001), with("1003", 1001)), [Means::Told; 2]);
+        assert_eq!(means(with("1002", 1002), with("1003", 1002)), [Means::Refused; 2], "its leader is there");
+        assert_eq!(means(with("1002", 1001), with("1001", 1001)), [Means::Refused; 2], "the session of another");
     }
 
     #[test]

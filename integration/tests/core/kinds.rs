@@ -245,6 +245,19 @@ fn open_files_are_put_back() {
     finish(&lab, run);
 }
 
+/// Their session has no leader, and has another number in a restored job.
+#[test]
+fn a_daemon_and_its_worker_stay_in_one_session() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = until_after_snapshot(&lab, "daemon-with-worker");
+    run.crash(&lab);
+    run.wait_said("process 1003 (python3): session: was 1002, is 1003 (and 1 more)");
+    run.snapshot(&lab);
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
 #[test]
 fn daemons_are_in_the_image() {
     let Some(lab) = Lab::new() else { return };

@@ -56,4 +56,8 @@ refused! {
         ["process 1002 (python3) was started so that its parent gets no signal at its end", "fork(2)"];
     a_child_whose_end_is_told_by_another_signal: "exit-signal",
         ["process 1002 (python3) was started so that its parent gets SIGUSR2 at its end"];
+    two_processes_in_a_session_without_a_leader: "left-session",
+        ["(python3) shares a session or a process group", "`setsid sh -c 'a & b & wait'`"];
+    two_groups_in_a_session_without_a_leader: "left-groups",
+        ["(python3) shares a session or a process group"];
 }

@@ -63,6 +63,27 @@ fn daemons_of_a_foreign_session_lead_their_own() {
 }
 
 #[test]
+fn a_session_is_taken_apart_unless_one_process_has_all_of_it_below_it() {
+    let torn = |others: &[(u32, u32, u32, u32)]| {
+        let all = [(1000, 1, 1000, 1000), (1001, 1000, 1001, 1000)];
+        let member = |&(pid, parent, group, session): &_| Member { pid, parent, group, session };
+        torn_session(&all.iter().chain(others).map(member).collect::<Vec<_>>())
+    };
+    // A daemon, and one with a child that leads a group.
+    assert_eq!(torn(&[(1003, 1000, 1002, 1002)]), None);
+    assert_eq!(torn(&[(1003, 1000, 1002, 1002), (1004, 1003, 1002, 1002), (1005, 1003, 1005, 1002)]), None);
+    // Two, of which each gets a session; one in a group of its own.
+    assert_eq!(torn(&[(1003, 1000, 1002, 1002), (1004, 1000, 1002, 1002)]), Some(1003));
+    assert_eq!(torn(&[(1003, 1000, 1002, 1002), (1004, 1000, 1004, 1002)]), Some(1003));
+    // The leader is there, alive or not.
+    assert_eq!(torn(&[(1003, 1000, 1002, 1002), (1002, 1001, 1002, 1002)]), Some(1003));
+    // Two groups, whose leaders are gone, become one.
+    assert_eq!(torn(&[(1003, 1000, 1002, 1002), (1004, 1003, 1006, 1002)]), Some(1003));
+    // Shells do the same in the session of the job.
+    assert_eq!(torn(&[(1002, 1000, 1001, 1000), (1003, 1000, 1001, 1000)]), None);
+}
+
+#[test]
 fn the_number_criu_gives_the_thread_of_a_dead_process_is_not_read() {
     let dir = tempfile::tempdir().unwrap();
     let entry = |pid, ppid, threads| PstreeEntry { pid, ppid, pgid: 1001, sid: 1000, threads }.encode_to_vec();

@@ -21,7 +21,7 @@ use crate::parts::tcp::waiting::{self, Unaccepted};
 use crate::parts::terminals::{Emptied, Unsaved};
 use crate::parts::{
     access, affinity, cpu_time, datagrams, eventfds, fds::InFlight, groups, objects::Photographed, posix_timers,
-    scheduling, tasks, tcp, timers,
+    scheduling, sessions, tasks, tcp, timers,
 };
 use rekindle_base::chain;
 use rekindle_criu as criu;
@@ -351,7 +351,11 @@ impl Still<'_, '_> {
     fn correct_image(&mut self, tree: &[i32], notes: &mut Vec<String>) -> Result<LeftOut, String> {
         let mut left_out = LeftOut::default();
         record::name_apart(self.dir, self.saved_links).map_err(|e| e.to_string())?;
-        criu::image::adopt_daemons(self.dir).map_err(|e| e.to_string())?;
+        if let Some(torn) = criu::image::adopt_daemons(self.dir).map_err(|e| e.to_string())? {
+            let of = |pid: &&i32| process::inner_pid(**pid).and_then(|pid| u32::try_from(pid).ok()) == Some(torn);
+            let pid = tree.iter().find(of).copied().unwrap_or_default();
+            return Err(self.refuse(sessions::refused(pid).into()));
+        }
         let restarted = criu::image::restart_timers(self.dir).map_err(|e| chain(&e))?;
         if restarted > 0 {
             tracing::debug!(restarted, "corrected timers that had fired");

@@ -10,7 +10,7 @@ use super::Subject;
 use crate::launch::interposer;
 use crate::launch::mounted::Mounted;
 use crate::parts::unrestorable::Unrestorable;
-use crate::parts::{events, posix_timers, tasks};
+use crate::parts::{events, posix_timers, sessions, tasks};
 use rekindle_cuda::nvml::{Gpu, GpuInventory, Mig, names_instance};
 use rekindle_os::cgroup;
 use rekindle_os::leases::{self, Lease};
@@ -169,6 +169,7 @@ pub(super) fn check(tree: &[i32], subject: &Subject<'_>) -> Result<(), Refusal> 
     let root = subject.job.root.pid();
     tree.iter().try_for_each(|pid| check_process(*pid, root))?;
     tasks::check_exit_signals(tree)?;
+    sessions::check(tree)?;
     subject.job.world.mounted(tree).map_or(Ok(()), |mounted| Err(Refusal::Mounted(mounted)))?;
     check_pipes(tree, MOST_PIPES)?;
     check_stop(tree)
