@@ -7,6 +7,7 @@
 import ctypes
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -102,6 +103,49 @@ def status(pid):
         return file.read()
 
 
+def connected():
+    """Two ends of a connection of TCP."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    one = socket.create_connection(listener.getsockname())
+    other, _ = listener.accept()
+    listener.close()
+    return one, other
+
+
+def urgent(one, other, is_inline=False):
+    """An urgent byte that was not read, between other data."""
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, is_inline)
+    one.send(b"abc")
+    one.send(b"X", socket.MSG_OOB)
+    one.send(b"def")
+
+    def read():
+        last = b"" if is_inline else other.recv(1, socket.MSG_OOB)
+        need(other.recv(3) == b"abc", "the data is not the same")
+        rest = b"Xdef" if is_inline else b"def"
+        need((other.recv(9), last) == (rest, b"" if is_inline else b"X"), "not the urgent data")
+        return True
+
+    counted(read)
+
+
+def reset():
+    """An error that waits behind data, because the other end was closed with data that it had not read."""
+    one, other = socket.socketpair()
+    other.send(b"unread")
+    one.send(b"data")
+    one.close()
+
+    def read():
+        need(other.recv(9) == b"data", "the data is lost")
+        try:
+            need(False, "no error", other.recv(9))
+        except ConnectionResetError:
+            return True
+
+    counted(read)
+
+
 KINDS = {
     "thread-folder": lambda: in_a_thread(FS),
     "thread-descriptors": lambda: in_a_thread(FILES),
@@ -113,6 +157,11 @@ KINDS = {
     "no-exit-signal": lambda: cloned(0),
     "exit-signal": lambda: cloned(signal.SIGUSR2),
     "left-session": lambda: left_session(False),
+    "urgent": lambda: urgent(*connected()),
+    "urgent-inline": lambda: urgent(*connected(), True),
+    "unix-urgent": lambda: urgent(*socket.socketpair()),
+    "unix-urgent-inline": lambda: urgent(*socket.socketpair(), True),
+    "reset": reset,
     "left-groups": lambda: left_session(True),
 }
 if __name__ == "__main__":

@@ -18,6 +18,7 @@
 //! | `fds` | descriptors in flight between processes | by CRIU; the snapshot waits for those that CRIU cannot restore |
 //! | `eventfds` | eventfds, by CRIU; semaphores and large counts are described in the image | by CRIU, and what is described is made for it |
 //! | `events` | nothing: the snapshot waits until events of inotify and fanotify are read | watches by CRIU |
+//! | `pending` | nothing: urgent data and errors that wait in sockets are refused | |
 //! | `terminals` | what waits in pseudo-terminals, which are empty while CRIU works | written into them again, in the running job, too |
 //! | `locks` | file locks, by CRIU | those that CRIU loses |
 //! | `listeners` | UNIX sockets, by CRIU | the user whom their clients see |
@@ -44,6 +45,7 @@ pub(crate) mod landing;
 pub(crate) mod listeners;
 pub(crate) mod locks;
 pub(crate) mod objects;
+pub(crate) mod pending;
 pub(crate) mod posix_timers;
 pub(crate) mod scheduling;
 pub(crate) mod sessions;

@@ -16,6 +16,8 @@ use super::sock_diag::{
 pub struct UnixSocket {
     /// Its inode.
     pub inode: u32,
+    /// Its type: SOCK_STREAM, SOCK_DGRAM or SOCK_SEQPACKET.
+    pub kind: i32,
     /// Whether it accepts connections.
     pub listens: bool,
     /// The path that it is bound to, which a zero byte ends, or with a zero byte at the beginning an abstract name; empty without one.
@@ -26,6 +28,8 @@ pub struct UnixSocket {
     pub peer: u32,
     /// Of one that accepts connections: the inodes of the sockets that wait; 0 for one that was closed.
     pub waiting: Vec<u32>,
+    /// Bytes that it can read; of one for datagrams, those of the first one. Of one that accepts connections: how many wait.
+    pub received: u32,
     /// Bytes that it has sent, and that nobody has read, with what the kernel needs for them.
     pub sent: u32,
 }
@@ -91,7 +95,12 @@ fn list(socket: &OwnedFd) -> io::Result<Vec<UnixSocket>> {
 /// Parses `struct unix_diag_msg` with its attributes.
 fn read(message: &[u8]) -> Option<UnixSocket> {
     let body = message.get(HEADER..)?;
-    let mut socket = UnixSocket { inode: word(body, 4)?, listens: *body.get(2)? == LISTEN, ..UnixSocket::default() };
+    let mut socket = UnixSocket {
+        inode: word(body, 4)?,
+        kind: i32::from(*body.get(1)?),
+        listens: *body.get(2)? == LISTEN,
+        ..UnixSocket::default()
+    };
     let mut left = body.get(MESSAGE..)?;
     while let (Some(length), Some(kind)) = (half(left, 0), half(left, 2)) {
         let Some(content) = left.get(4..usize::from(length)) else { break };
@@ -100,7 +109,7 @@ fn read(message: &[u8]) -> Option<UnixSocket> {
             FILE => socket.file = word(content, 4).map(device).zip(word(content, 0)),
             PEER => socket.peer = word(content, 0)?,
             ICONS => socket.waiting = content.chunks_exact(4).filter_map(|inode| word(inode, 0)).collect(),
-            LENGTHS => socket.sent = word(content, 4)?,
+            LENGTHS => (socket.received, socket.sent) = (word(content, 0)?, word(content, 4)?),
             _ => {}
         }
         left = left.get(usize::from(length).next_multiple_of(4)..).unwrap_or_default();
@@ -152,5 +161,14 @@ mod tests {
         assert_eq!(waiting, wanted);
         assert_eq!(find(inode(&silent)).sent, 0);
         assert!(find(inode(&talks)).sent > 0);
+        let (mut one, other) = UnixStream::pair().unwrap();
+        one.write_all(b"words").unwrap();
+        let received = |of: &UnixStream| {
+            let all = self::of(std::process::id().cast_signed()).unwrap();
+            all.iter().find(|socket| socket.inode == inode(of)).map(|found| (found.kind, found.received, found.peer))
+        };
+        assert_eq!(received(&other), Some((libc::SOCK_STREAM, 5, inode(&one))));
+        drop(one);
+        assert_eq!(received(&other), Some((libc::SOCK_STREAM, 5, 0)));
     }
 }

@@ -56,6 +56,16 @@ refused! {
         ["process 1002 (python3) was started so that its parent gets no signal at its end", "fork(2)"];
     a_child_whose_end_is_told_by_another_signal: "exit-signal",
         ["process 1002 (python3) was started so that its parent gets SIGUSR2 at its end"];
+    urgent_data_of_a_connection: "urgent",
+        [OF_THE_JOB, "has urgent data that it has not read on its socket (descriptor ", "let it read the data"];
+    urgent_data_between_other_data: "urgent-inline",
+        [OF_THE_JOB, "has urgent data that it has not read on its socket"];
+    urgent_data_of_a_unix_socket: "unix-urgent",
+        [OF_THE_JOB, "has urgent data that it has not read on its socket"];
+    urgent_data_between_other_data_of_a_unix_socket: "unix-urgent-inline",
+        [OF_THE_JOB, "has urgent data that it has not read on its socket"];
+    an_error_that_a_look_would_take_from_the_job: "reset",
+        [OF_THE_JOB, "has an error that it has not seen yet on its UNIX socket", "ECONNRESET"];
     two_processes_in_a_session_without_a_leader: "left-session",
         ["(python3) shares a session or a process group", "`setsid sh -c 'a & b & wait'`"];
     two_groups_in_a_session_without_a_leader: "left-groups",

@@ -20,8 +20,8 @@ use crate::parts::gpu::capture as gpu;
 use crate::parts::tcp::waiting::{self, Unaccepted};
 use crate::parts::terminals::{Emptied, Unsaved};
 use crate::parts::{
-    access, affinity, cpu_time, datagrams, eventfds, fds::InFlight, groups, objects::Photographed, posix_timers,
-    scheduling, sessions, tasks, tcp, timers,
+    access, affinity, cpu_time, datagrams, eventfds, fds::InFlight, groups, objects::Photographed, pending,
+    posix_timers, scheduling, sessions, tasks, tcp, timers,
 };
 use rekindle_base::chain;
 use rekindle_criu as criu;
@@ -131,6 +131,11 @@ impl Still<'_, '_> {
     /// Before CRIU changes or reads anything: what is in the image is what the tasks have now, or came since.
     pub(super) fn read_objects(&mut self) {
         self.before.objects = Some(Photographed::read(self.env.root(), std::mem::take(&mut self.seen.advice)));
+    }
+
+    /// CRIU would lose what waits in sockets, or take it from the job that runs on.
+    pub(super) fn check_sockets(&mut self) -> Result<(), String> {
+        pending::check(&process::tree(self.env.root())).map_err(|found| self.refuse(found.into()))
     }
 
     /// CRIU would put what is in them through the line discipline.

@@ -296,6 +296,7 @@ impl Freeze<'_> {
         let mut notify = |notify| match notify {
             Notify::PreDump => still.check_again(),
             Notify::Stopped => {
+                still.check_sockets()?;
                 still.read_objects();
                 still.empty_terminals()
             }

@@ -13,7 +13,7 @@ use crate::parts::files::nameless::{self, nameless};
 use crate::parts::gpu::capture::Elsewhere;
 use crate::parts::gpu::capture::{self as gpu, Group, Locking};
 use crate::parts::terminals::Before;
-use crate::parts::{access, fds, tcp};
+use crate::parts::{access, fds, pending, tcp};
 use rekindle_base::chain;
 use rekindle_criu::Tcp;
 use rekindle_cuda::GpuUuid;
@@ -55,6 +55,7 @@ impl Seen {
         preflight::check(&tree, subject)?;
         access::foresee(root, env.user(), subject.options.privileges).map_err(|why| Error::Guard(chain(&why)))?;
         fds::let_pass(&tree, env.cancelled);
+        pending::let_pass(&tree, env.cancelled).map_err(preflight::Refusal::from)?;
         let patience = tcp::waiting::patience(env.reason);
         subject.queues.let_pass(&tree, subject.job.world.subnet(), patience, env.cancelled);
         let backlog = Backlog::let_pass(&tree, patience, env.cancelled);
