@@ -1396,6 +1396,26 @@ def datagrams():
     count(check)
 
 
+def empty_datagram():
+    """Datagrams behind an empty one, in a pair of sockets that have no address. The empty one may be lost."""
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    for data in (b"one", b"", b"two", b"three"):
+        one.send(data)
+    first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    first.send(b"")
+    first.send(b"four")
+
+    def last(_):
+        for by, wanted in ((other, [b"one", b"two", b"three"]), (second, [b"four"])):
+            by.setblocking(False)
+            found = []
+            while not found or found[-1] != wanted[-1]:
+                found.append(by.recv(100))
+            need([data for data in found if data] == wanted, found)
+
+    count(last=last)
+
+
 def unread_terminals():
     """Output and input that wait in terminals: cooked, raw, in packet mode, with an end of file, closed by its program."""
 
@@ -1557,6 +1577,7 @@ KINDS = {
     "named-semaphore": named_semaphore,
     "moved-sockets": moved_sockets,
     "datagrams": datagrams,
+    "empty-datagram": empty_datagram,
     "unread-terminals": unread_terminals,
     "one-thread-filtered": one_thread_filtered,
     "sent": sent,

@@ -61,6 +61,7 @@ kinds! {
     unix_sockets_whose_paths_were_removed_or_replaced: "moved-sockets",
     a_unix_socket_that_was_renamed: "renamed-socket",
     unix_datagrams_that_wait_with_their_senders: "datagrams",
+    unix_datagrams_behind_an_empty_one_in_a_pair: "empty-datagram",
     terminals_with_what_nobody_has_read_yet: "unread-terminals",
     a_filter_that_one_thread_has: "one-thread-filtered",
     a_descriptor_on_its_way_in_one_direction: "sent",

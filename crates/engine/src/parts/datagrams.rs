@@ -5,7 +5,8 @@
 //! datagram by the socket that had sent it. Where that socket is not in the image, because it was closed or is another program's,
 //! the datagram has no sender in the restored job, and the snapshot says so.
 //!
-//! A datagram without data is not seen any more once CRIU has looked at it. It is lost, but what follows is not.
+//! A datagram without data is not seen any more once CRIU has looked at it. It is lost, but what follows is not: where CRIU has
+//! written less than there is, and it cannot be sent again, the snapshot fails.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -18,6 +19,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use super::unrestorable::Unrestorable;
 use rekindle_criu::image::{self, DatagramSocket};
 use rekindle_os::beneath::Beneath;
 use rekindle_os::datagrams::{self, Datagram};
@@ -56,13 +58,21 @@ struct Sent {
     is_connected: bool,
 }
 
+/// Why no image may be taken.
+#[derive(Debug)]
+pub(crate) enum Unsaved {
+    /// Datagrams would be lost.
+    Lost(Unrestorable),
+    Failed(String),
+}
+
 /// Writes what CRIU does not save into the image. The tasks of `tree` are stopped, and CRIU has written its image. Returns notes
 /// on what is lost.
-pub(crate) fn save(criu_dir: &Beneath, image: &Beneath, tree: &[i32]) -> Result<Vec<String>, String> {
-    let sockets = image::datagram_sockets(criu_dir).map_err(|error| error.to_string())?;
+pub(crate) fn save(criu_dir: &Beneath, image: &Beneath, tree: &[i32]) -> Result<Vec<String>, Unsaved> {
+    let sockets = image::datagram_sockets(criu_dir).map_err(|error| Unsaved::Failed(error.to_string()))?;
     let inner: BTreeMap<i32, i32> = tree.iter().filter_map(|pid| Some((process::inner_pid(*pid)?, *pid))).collect();
     let (mut queues, mut notes) = (Vec::new(), Vec::new());
-    for socket in sockets.iter().filter(|socket| socket.waiting > 0) {
+    for socket in &sockets {
         let Some(pid) = inner.get(&socket.pid) else { continue };
         let waiting = fetch(*pid, socket.fd).and_then(|fd| datagrams::waiting(&fd));
         let waiting = match waiting {
@@ -72,6 +82,10 @@ pub(crate) fn save(criu_dir: &Beneath, image: &Beneath, tree: &[i32]) -> Result<
                 continue;
             }
         };
+        if socket.waiting < waiting.len() {
+            notes
+                .push(format!("the image lacks a UNIX datagram without data that process {} has not read", socket.pid));
+        }
         match queue(socket, &waiting, &sockets) {
             Saved::ByCriu => {}
             Saved::Here(queue, 0) => queues.push(queue),
@@ -83,19 +97,33 @@ pub(crate) fn save(criu_dir: &Beneath, image: &Beneath, tree: &[i32]) -> Result<
                     "is not a socket of the job any more, or cannot be reached by its address",
                 ));
             }
+            Saved::Not(_, why) if socket.waiting < waiting.len() => {
+                return Err(Unsaved::Lost(behind_an_empty_one(*pid, waiting.len() - socket.waiting, why)));
+            }
             Saved::Not(lost, why) => notes.push(lacks(socket.pid, lost, why)),
         }
     }
     if !queues.is_empty() {
-        let bytes = serde_json::to_vec(&queues).map_err(|error| error.to_string())?;
+        let bytes = serde_json::to_vec(&queues).map_err(|error| Unsaved::Failed(error.to_string()))?;
         let written = image.join(FILE).create_new(0o600).and_then(|mut file| file.write_all(&bytes));
-        written.map_err(|error| format!("cannot write {FILE} of the image: {error}"))?;
+        written.map_err(|error| Unsaved::Failed(format!("cannot write {FILE} of the image: {error}")))?;
     }
     Ok(notes)
 }
 
 fn lacks(pid: i32, count: usize, why: &str) -> String {
     format!("the image lacks the senders of {count} UNIX datagrams that process {pid} has not read: the sender {why}")
+}
+
+fn behind_an_empty_one(pid: i32, count: usize, why: &str) -> Unrestorable {
+    Unrestorable::of(
+        pid,
+        format!(
+            "has not read a UNIX datagram without data and {count} behind it, which CRIU would lose, and rekindle cannot keep: their \
+             sender {why}"
+        ),
+        "let it read them. Snapshots continue then",
+    )
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -114,9 +142,17 @@ fn queue(socket: &DatagramSocket, waiting: &[Datagram], all: &[DatagramSocket]) 
     }
     // A socket that is connected takes datagrams of its other end only, whose address its program knows. An end outside
     // the job cannot be made to send.
-    let is_of_the_job = |sender: &[u8]| all.iter().any(|other| other.name == sender);
-    if socket.peer != 0 && !waiting.iter().any(|datagram| is_of_the_job(&datagram.sender)) {
-        return Saved::ByCriu;
+    let pair = all.iter().find(|other| other.inode == socket.peer && other.peer == socket.inode);
+    let sender_of = |datagram: &Datagram| match datagram.sender.as_slice() {
+        [] => pair,
+        name => all.iter().find(|other| other.name == name),
+    };
+    if socket.peer != 0 && !waiting.iter().any(|datagram| sender_of(datagram).is_some()) {
+        return if socket.waiting < waiting.len() { Saved::Not(named, "is outside the job") } else { Saved::ByCriu };
+    }
+    let is_of_others = |datagram: &Datagram| sender_of(datagram).is_none_or(|by| by.inode != socket.peer);
+    if socket.peer != 0 && waiting.iter().any(is_of_others) {
+        return Saved::Not(named, "is not the socket that this one is connected to");
     }
     if socket.has_descriptors {
         return Saved::Not(named, "is not kept beside descriptors in flight");
@@ -126,8 +162,8 @@ fn queue(socket: &DatagramSocket, waiting: &[Datagram], all: &[DatagramSocket]) 
     }
     let address = Some(socket.name.clone()).filter(|name| !name.is_empty());
     let mut lost = 0;
-    let datagrams = waiting.iter().map(|Datagram { sender, data }| {
-        let by = all.iter().find(|other| !sender.is_empty() && other.name == *sender);
+    let datagrams = waiting.iter().map(|datagram| {
+        let (by, Datagram { sender, data }) = (sender_of(datagram), datagram);
         let is_connected = by.is_some_and(|by| by.peer == socket.inode);
         let by = by.filter(|_| is_connected || address.is_some());
         lost += usize::from(by.is_none() && !sender.is_empty());
@@ -297,6 +333,23 @@ mod tests {
         let Saved::Here(found, 0) = queue(&server, &sent, &[client]) else { panic!("it is connected") };
         assert!(found.datagrams[0].is_connected && found.address.is_none());
         assert!(matches!(queue(&server, &sent, &[socket(4, "/client", 0)]), Saved::Not(1, _)));
+    }
+
+    #[test]
+    fn what_waits_in_a_socketpair_is_sent_by_its_other_end() {
+        let receiver = DatagramSocket { peer: 4, ..socket(3, "", 1) };
+        let sender = DatagramSocket { peer: 3, ..socket(4, "", 0) };
+        // Behind an empty one, which CRIU has not written.
+        let sent = [datagram("", "one"), datagram("", "two")];
+        let Saved::Here(found, 0) = queue(&receiver, &sent, &[receiver.clone(), sender]) else {
+            panic!("it is a pair")
+        };
+        let by: Vec<_> = found.datagrams.iter().map(|sent| (sent.sender, sent.is_connected)).collect();
+        assert_eq!(by, [(Some(Place { pid: 1001, fd: 4 }), true); 2]);
+        // The other end is outside or closed.
+        assert!(matches!(queue(&receiver, &sent, std::slice::from_ref(&receiver)), Saved::Not(0, _)));
+        let complete = DatagramSocket { waiting: 2, ..receiver };
+        assert_eq!(queue(&complete, &sent, std::slice::from_ref(&complete)), Saved::ByCriu);
     }
 
     /// As CRIU has restored it, and what is in a hostile image.

@@ -12,6 +12,7 @@ use super::pages::{Drained, Receivers};
 use super::preflight::{self, Refusal};
 use super::seen::{Gpus, Seen};
 use super::{Dead, Env, Error, Events};
+use crate::parts::datagrams::Unsaved as LostDatagrams;
 use crate::parts::devices::{Devices, LeftOut, Unsettled};
 use crate::parts::events::Unread;
 use crate::parts::files::capture::Captured;
@@ -190,7 +191,10 @@ impl Still<'_, '_> {
             criu::image::forget_policies(self.dir).map_err(|e| chain(&e))?;
         }
         let places = criu::image::timers(self.dir).map_err(|e| chain(&e))?;
-        notes.extend(datagrams::save(self.dir, self.image, &tree)?);
+        notes.extend(datagrams::save(self.dir, self.image, &tree).map_err(|unsaved| match unsaved {
+            LostDatagrams::Lost(found) => self.refuse(found.into()),
+            LostDatagrams::Failed(why) => why,
+        })?);
         let output = self.env.subject.output;
         match record::append_again(&open_files, &tree, output) {
             Ok(()) => {
