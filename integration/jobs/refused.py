@@ -146,6 +146,15 @@ def reset():
     counted(read)
 
 
+def sharing(flags):
+    """A child that shares with its parent what only threads share for CRIU."""
+    child = libc.syscall(56, ctypes.c_long(flags | signal.SIGCHLD), 0, 0, 0, 0)
+    if child == 0:
+        released()
+        os._exit(0)
+    counted(lambda: os.waitpid(child, os.WNOHANG)[0] == child)
+
+
 KINDS = {
     "thread-folder": lambda: in_a_thread(FS),
     "thread-descriptors": lambda: in_a_thread(FILES),
@@ -162,6 +171,7 @@ KINDS = {
     "unix-urgent": lambda: urgent(*socket.socketpair()),
     "unix-urgent-inline": lambda: urgent(*socket.socketpair(), True),
     "reset": reset,
+    "shared-folder": lambda: sharing(FS),
     "left-groups": lambda: left_session(True),
 }
 if __name__ == "__main__":

@@ -299,6 +299,58 @@ const HINTS: &[(&str, &str)] = &[
         "Can't lookup mount=",
         "a process has a file open of a file system that is not mounted where CRIU looks; POSIX message queues (mq_open) are such files, and CRIU cannot dump them",
     ),
+    (
+        ", state D, err",
+        "a process of the job waits in the kernel and cannot be stopped: a hung network file system, a busy driver, or a child of vfork that has not called exec",
+    ),
+    (
+        "unsupported stop signal",
+        "a process of the job was stopped by its terminal, because it runs in the background and reads from it or writes to it (SIGTTIN, SIGTTOU): continue it (fg), end it, or stop it with SIGSTOP",
+    ),
+    (
+        "Control messages in queue",
+        "a UNIX socket of the job with SO_PASSCRED has messages that were not read, and CRIU cannot save the credentials of their senders: let the job read them, or switch SO_PASSCRED off",
+    ),
+    (
+        "Can't get 1:39 opt",
+        "the job has the file of a UNIX socket open with O_PATH, which CRIU takes for a socket: close it",
+    ),
+    (
+        "No NS ID with kid",
+        "the job has a namespace open (/proc/PID/ns/..., a file of `ip netns`) that is not its own: close it before a snapshot",
+    ),
+    (
+        "Can't dump that handle",
+        "the job watches a file with inotify or fanotify that CRIU cannot find again, such as one in /proc, /sys or /dev/pts: read it at intervals in place of that",
+    ),
+    (
+        "Net namespace is required to dump tun",
+        "the job has a TUN or TAP device, which belongs to the network of the machine: run the program that makes it (a VPN, an emulator) outside the job",
+    ),
+    (
+        "remote mmap() failed",
+        "a process of the job has a limit on its memory (ulimit -v, RLIMIT_AS) that leaves no room for the code of CRIU: raise it, with prlimit --as while it runs",
+    ),
+    (
+        "Unknown socket collected",
+        "the job has a socket of a family that CRIU does not know, such as AF_XDP: close it before a snapshot, or run its program outside the job",
+    ),
+    (
+        "anon_inode:bpf",
+        "the job has a map or a program of eBPF open, which CRIU cannot dump: run the program that loads it outside the job",
+    ),
+    (
+        "anon_inode:seccomp notify",
+        "a process of the job answers system calls of another one (SECCOMP_RET_USER_NOTIF, as sandboxes and container engines do), which CRIU cannot dump: run both outside the job",
+    ),
+    (
+        "PIDFD_THREAD",
+        "the job has a pidfd of a thread (PIDFD_THREAD), which CRIU cannot dump: use one of the process, or close it",
+    ),
+    (
+        "anon_inode:[fscontext]",
+        "the job prepares a mount (fsopen), which CRIU cannot dump: close the descriptor once the file system is mounted",
+    ),
     ("Unseizable non-zombie", "a debugger or strace is attached to the job: detach it"),
     ("nested", "the job made namespaces of its own (a sandbox, a container), which CRIU cannot dump from outside"),
     (
@@ -393,6 +445,32 @@ mod tests {
         let hint = |line: &str| log(&[&format!("(00.018) Error (criu/files-reg.c:1): {line}")]).hint().unwrap();
         assert!(hint("Can't link remap to dev/shm/sem.a: File exists").contains("remove it"));
         assert!(hint("Can't link dev/shm/link_remap.4 -> dev/shm/sem.a: No such file").contains("is gone"));
+    }
+
+    /// What CRIU 4.2 said of these programs.
+    #[test]
+    fn what_cannot_be_dumped_is_explained() {
+        for (line, words) in [
+            ("Unseizable non-zombie 1001 found, state D, err -1/4", "child of vfork"),
+            ("Unseizable non-zombie 1001 found, state S, err -1/1", "a debugger"),
+            ("SEIZE 1005: unsupported stop signal 21", "SIGTTIN"),
+            ("skqueue: Control messages in queue, not supported", "SO_PASSCRED"),
+            ("sockets: Can't get 1:39 opt: Bad file descriptor", "O_PATH"),
+            ("No NS ID with kid 4026532180", "namespace open"),
+            ("fsnotify: \tCan't dump that handle", "inotify"),
+            ("tun: Net namespace is required to dump tun link", "TUN or TAP"),
+            ("remote mmap() failed: Cannot allocate memory", "RLIMIT_AS"),
+            ("sockets: BUG! Unknown socket collected (family 44)", "AF_XDP"),
+            ("Can't dump file 3 of that type [600] (anon anon_inode:bpf-map)", "eBPF"),
+            ("Can't dump file 3 of that type [600] (anon anon_inode:bpf-prog)", "eBPF"),
+            ("Can't dump file 5 of that type [600] (anon anon_inode:seccomp notify)", "SECCOMP_RET_USER_NOTIF"),
+            ("pidfd: PIDFD_THREAD flag is currently not supported", "pidfd of a thread"),
+            ("Can't dump file 3 of that type [600] (anon anon_inode:[fscontext])", "fsopen"),
+        ] {
+            let more = "(00.19) Error (criu/cr-dump.c:1): Dump files (pid: 1001) failed with -1";
+            let hint = log(&[&format!("(00.18) Error (criu/x.c:1): {line}"), more]).hint().unwrap_or_default();
+            assert!(hint.contains(words), "{line}: {hint}");
+        }
     }
 
     #[test]

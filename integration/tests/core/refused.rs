@@ -66,6 +66,8 @@ refused! {
         [OF_THE_JOB, "has urgent data that it has not read on its socket"];
     an_error_that_a_look_would_take_from_the_job: "reset",
         [OF_THE_JOB, "has an error that it has not seen yet on its UNIX socket", "ECONNRESET"];
+    a_child_that_shares_the_folder_of_its_parent: "shared-folder",
+        ["process 1002 (python3) shares its working directory and umask with process 1001 (python3)", "without CLONE_FS"];
     two_processes_in_a_session_without_a_leader: "left-session",
         ["(python3) shares a session or a process group", "`setsid sh -c 'a & b & wait'`"];
     two_groups_in_a_session_without_a_leader: "left-groups",

@@ -6,6 +6,7 @@
 //! nor the restore, so it is refused here.
 
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use super::unrestorable::Unrestorable;
 use rekindle_os::process;
@@ -112,6 +113,72 @@ fn check_thread(pid: i32, tid: i32, own: &Links) -> Result<(), Unrestorable> {
                  the job",
             );
         }
+    }
+    Ok(())
+}
+
+/// How long to wait for what is usually over at once: a child of vfork that calls exec, and threads that end with the first one.
+const PATIENCE: Duration = Duration::from_millis(100);
+const PAUSE: Duration = Duration::from_millis(2);
+
+/// Waits a little until the processes, which must be running, are ones that CRIU can dump one by one. Refuses those that stay.
+pub(crate) fn let_part(tree: &[i32], cancelled: &dyn Fn() -> bool) -> Result<(), Unrestorable> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        match tree.iter().try_for_each(|pid| check_parted(*pid, tree)) {
+            Err(_) if Instant::now() < deadline && !cancelled() => std::thread::sleep(PAUSE),
+            found => return found,
+        }
+    }
+}
+
+/// Checks that a process shares nothing with its parent that only threads may share for CRIU, and has its first thread.
+fn check_parted(pid: i32, tree: &[i32]) -> Result<(), Unrestorable> {
+    let parent = process::relations(pid).map(|found| found.parent).filter(|parent| tree.contains(parent));
+    if process::has_ended(pid) {
+        let runs = |tid: &i32| *tid != pid && !process::is_leaving(*tid);
+        return match process::threads(pid).iter().find(|tid| runs(tid)) {
+            Some(_) => Err(Unrestorable::of(
+                pid,
+                "has ended its first thread (pthread_exit in main), while others run, and CRIU cannot dump that",
+                "let the first thread wait for the others (pthread_join)",
+            )),
+            None => Ok(()),
+        };
+    }
+    let Some(parent) = parent else { return Ok(()) };
+    let shared = |what| matches!(shares(pid, parent, what), Ok(true)) && !process::is_leaving(pid);
+    let shown =
+        |pid: i32| format!("{} ({})", process::inner_pid(pid).unwrap_or(pid), process::name(pid).unwrap_or_default());
+    if shared(Shared::Memory) {
+        return Err(match process::state(parent) {
+            Some('D') => Unrestorable::of(
+                parent,
+                format!(
+                    "waits for its child {}, which runs in its memory (vfork), so CRIU can stop neither",
+                    shown(pid)
+                ),
+                "let the child call exec or end, or start it with fork or posix_spawn. Snapshots continue then",
+            ),
+            _ => Unrestorable::of(
+                pid,
+                format!(
+                    "shares its memory with process {} (clone(2) with CLONE_VM), which CRIU cannot dump",
+                    shown(parent)
+                ),
+                "start it as a thread, or without CLONE_VM",
+            ),
+        });
+    }
+    if shared(Shared::Folders) {
+        return Err(Unrestorable::of(
+            pid,
+            format!(
+                "shares its working directory and umask with process {} (clone(2) with CLONE_FS), which CRIU cannot dump",
+                shown(parent)
+            ),
+            "start it without CLONE_FS",
+        ));
     }
     Ok(())
 }

@@ -13,7 +13,7 @@ use crate::parts::files::nameless::{self, nameless};
 use crate::parts::gpu::capture::Elsewhere;
 use crate::parts::gpu::capture::{self as gpu, Group, Locking};
 use crate::parts::terminals::Before;
-use crate::parts::{access, fds, pending, tcp};
+use crate::parts::{access, fds, pending, tasks, tcp};
 use rekindle_base::chain;
 use rekindle_criu::Tcp;
 use rekindle_cuda::GpuUuid;
@@ -53,6 +53,7 @@ impl Seen {
         let job_pid = subject.job.main_pid().and_then(process::inner_pid).ok_or(Error::JobEnded)?;
         env.check_dead()?;
         preflight::check(&tree, subject)?;
+        tasks::let_part(&tree, env.cancelled).map_err(preflight::Refusal::from)?;
         access::foresee(root, env.user(), subject.options.privileges).map_err(|why| Error::Guard(chain(&why)))?;
         fds::let_pass(&tree, env.cancelled);
         pending::let_pass(&tree, env.cancelled).map_err(preflight::Refusal::from)?;
