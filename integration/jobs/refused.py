@@ -5,10 +5,12 @@
 """
 
 import ctypes
+import fcntl
 import os
 import signal
 import socket
 import sys
+import termios
 import threading
 import time
 
@@ -155,6 +157,84 @@ def sharing(flags):
     counted(lambda: os.waitpid(child, os.WNOHANG)[0] == child)
 
 
+def sent_timer():
+    """A timer that is on its way through a socket."""
+    timer = libc.timerfd_create(1, 0)
+    one, other = socket.socketpair()
+    socket.send_fds(one, [b"x"], [timer])
+    os.close(timer)
+    counted(lambda: socket.recv_fds(other, 1, 1)[0] == b"x")
+
+
+def removed_folder():
+    """A folder that is open and was removed, and a file that was in it."""
+    os.mkdir(path("removed"))
+    folder = os.open(path("removed"), os.O_RDONLY)
+    file = os.open(path("removed/file"), os.O_RDWR | os.O_CREAT)
+    os.unlink(path("removed/file"))
+    os.rmdir(path("removed"))
+    counted(lambda: os.close(folder) is None and os.close(file) is None)
+
+
+def in_the_way():
+    """A deleted file, and another file where its folder was."""
+    os.mkdir(path("folder"))
+    file = os.open(path("folder/file"), os.O_RDWR | os.O_CREAT)
+    os.unlink(path("folder/file"))
+    os.rmdir(path("folder"))
+    with open(path("folder"), "w"):
+        counted(lambda: os.unlink(path("folder")) is None and os.fstat(file) is not None)
+
+
+def long_name():
+    """A deleted file with the longest name that there can be."""
+    file = os.open(path("x" * 255), os.O_RDWR | os.O_CREAT)
+    os.unlink(path("x" * 255))
+    counted(lambda: os.close(file) is None)
+
+
+def deleted_fifo():
+    os.mkfifo(path("fifo"))
+    fifo = os.open(path("fifo"), os.O_RDWR)
+    os.unlink(path("fifo"))
+    counted(lambda: os.close(fifo) is None)
+
+
+def pending_signals():
+    """More signals that wait than may wait now."""
+    import resource
+
+    number = signal.SIGRTMIN + 5
+    signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    before = resource.getrlimit(resource.RLIMIT_SIGPENDING)
+    for _ in range(2):
+        need(libc.sigqueue(os.getpid(), number, None) == 0, "sigqueue")
+    resource.setrlimit(resource.RLIMIT_SIGPENDING, (0, before[1]))
+
+    def handle():
+        for _ in range(2):
+            need(signal.sigtimedwait({number}, 0), "a signal is lost")
+        resource.setrlimit(resource.RLIMIT_SIGPENDING, before)
+        return True
+
+    counted(handle)
+
+
+def hung_up():
+    """A terminal that was hung up."""
+    master, slave = os.openpty()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        os.setsid()
+        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+        libc.vhangup()
+        os._exit(0)
+    os.waitpid(child, 0)
+    need(os.read(slave, 1) == b"", "it is not hung up")
+    counted(lambda: os.close(slave) is None and os.close(master) is None)
+
+
 KINDS = {
     "thread-folder": lambda: in_a_thread(FS),
     "thread-descriptors": lambda: in_a_thread(FILES),
@@ -171,6 +251,13 @@ KINDS = {
     "unix-urgent": lambda: urgent(*socket.socketpair()),
     "unix-urgent-inline": lambda: urgent(*socket.socketpair(), True),
     "reset": reset,
+    "sent-timer": sent_timer,
+    "removed-folder": removed_folder,
+    "in-the-way": in_the_way,
+    "long-name": long_name,
+    "deleted-fifo": deleted_fifo,
+    "pending-signals": pending_signals,
+    "hung-up": hung_up,
     "shared-folder": lambda: sharing(FS),
     "left-groups": lambda: left_session(True),
 }

@@ -2,6 +2,7 @@
 //! and has snapshots once it has given the object up.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 
 use nix::sys::signal::Signal;
 
@@ -68,8 +69,41 @@ refused! {
         [OF_THE_JOB, "has an error that it has not seen yet on its UNIX socket", "ECONNRESET"];
     a_child_that_shares_the_folder_of_its_parent: "shared-folder",
         ["process 1002 (python3) shares its working directory and umask with process 1001 (python3)", "without CLONE_FS"];
+    a_timer_on_its_way: "sent-timer",
+        ["file descriptors are in flight in UNIX sockets (SCM_RIGHTS)", "1 to process 1001 (python3)"];
+    a_removed_folder_with_a_file_that_was_in_it: "removed-folder",
+        [OF_THE_JOB, "has the removed folder ", "close the folder before it is removed"];
+    a_file_where_the_folder_of_a_deleted_one_was: "in-the-way",
+        [OF_THE_JOB, "has the deleted file ", "where its folder was there is the file "];
+    a_deleted_file_whose_name_is_too_long: "long-name",
+        [OF_THE_JOB, "has a deleted file open whose name has 255 bytes", "up to 241 bytes"];
+    more_signals_than_the_limit: "pending-signals",
+        [OF_THE_JOB, "has signals that it has not handled", "prlimit --sigpending"];
+    a_terminal_that_was_hung_up: "hung-up",
+        [OF_THE_JOB, "has a terminal that gives only end of file and errors open", "vhangup(2)"];
     two_processes_in_a_session_without_a_leader: "left-session",
         ["(python3) shares a session or a process group", "`setsid sh -c 'a & b & wait'`"];
     two_groups_in_a_session_without_a_leader: "left-groups",
         ["(python3) shares a session or a process group"];
+}
+
+/// CRIU would make it as root.
+#[test]
+fn a_deleted_fifo_of_another_user() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("job.user", "\"nobody\"");
+    let theirs = lab.file("theirs");
+    fs::create_dir(&theirs).unwrap();
+    fs::set_permissions(&theirs, fs::Permissions::from_mode(0o777)).unwrap();
+    let mut run = lab.python("refused.py", &["deleted-fifo", theirs.to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    run.signal(Signal::SIGUSR1);
+    run.wait_said(&format!("{OF_THE_JOB}has the deleted FIFO {} open", theirs.join("fifo").display()));
+    count_on(&lab, &mut run, 5);
+    fs::write(theirs.join("release"), "").unwrap();
+    run.wait_for("it is given up", || !theirs.join("release").exists());
+    run.snapshot(&lab);
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    lab.kill_9(run);
 }

@@ -29,8 +29,10 @@ const QUEUES: u32 = 0x5626_4026;
 const SCM_RIGHTS: u32 = 1;
 const STREAM: u32 = 1;
 
-/// `fd_types` that CRIU opens at its first attempt: REG, EVENTFD, TIMERFD, MEMFD.
-const AT_ONCE: [u32; 4] = [1, 6, 17, 18];
+/// `fd_types` that CRIU opens at its first attempt and that a restore sends on: REG, EVENTFD, MEMFD.
+const AT_ONCE: [u32; 3] = [1, 6, 18];
+/// `fd_types` TIMERFD. CRIU sets such a timer at the end, by the number of its descriptor, and one that was sent on has none.
+const TIMER: u32 = 17;
 
 /// Descriptors in the queue of a socket that a restore would lose, or replace by others.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -233,6 +235,9 @@ impl Scene {
 
     fn judge(&self, receiver: u32, socket: ConnectedEntry) -> Verdict {
         let Some(queue) = self.queues.get(&receiver) else { return Verdict::Right };
+        if queue.files.iter().any(|id| self.files.iter().any(|file| file.id == *id && file.kind == TIMER)) {
+            return Verdict::Wrong;
+        }
         // One byte was sent alone. If there is more data, it is unknown whether the descriptors came with the first
         // byte.
         if socket.kind == STREAM && queue.longest > 1 {

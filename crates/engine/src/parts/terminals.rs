@@ -10,8 +10,10 @@
 
 use std::collections::BTreeSet;
 use std::io::{self, Write};
-use std::os::fd::{OwnedFd, RawFd};
+use std::os::fd::{AsFd, OwnedFd, RawFd};
+use std::path::Path;
 
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::{Deserialize, Serialize};
 
 use rekindle_os::beneath::Beneath;
@@ -150,6 +152,20 @@ pub(crate) fn put_back(root: i32, image: &Beneath) {
 }
 
 /// The descriptors of masters.
+/// Whether a descriptor leads to a terminal that was hung up (vhangup(2)). One whose master is closed has no error.
+pub(crate) fn is_hung_up(pid: i32, number: RawFd, target: &Path) -> bool {
+    let is_one = target.starts_with("/dev/pts") || target == Path::new("/dev/tty");
+    if !is_one {
+        return false;
+    }
+    let fetched = process::open_pidfd(pid).and_then(|pidfd| process::fetch_descriptor(&pidfd, number));
+    fetched.is_ok_and(|terminal| {
+        let mut asked = [PollFd::new(terminal.as_fd(), PollFlags::empty())];
+        poll(&mut asked, PollTimeout::ZERO) == Ok(1)
+            && asked[0].revents().is_some_and(|found| found.contains(PollFlags::POLLERR))
+    })
+}
+
 fn masters(pid: i32) -> impl Iterator<Item = RawFd> {
     let is_one = |target: &std::path::Path| target.file_name().is_some_and(|name| name == "ptmx");
     process::descriptors(pid).filter(move |(_, target)| is_one(target)).map(|(fd, _)| fd)

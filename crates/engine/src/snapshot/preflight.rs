@@ -10,7 +10,7 @@ use super::Subject;
 use crate::launch::interposer;
 use crate::launch::mounted::Mounted;
 use crate::parts::unrestorable::Unrestorable;
-use crate::parts::{events, posix_timers, sessions, tasks};
+use crate::parts::{events, posix_timers, sessions, tasks, terminals};
 use rekindle_cuda::nvml::{Gpu, GpuInventory, Mig, names_instance};
 use rekindle_os::cgroup;
 use rekindle_os::leases::{self, Lease};
@@ -340,10 +340,13 @@ fn check_process(pid: i32, root: i32) -> Result<(), Refusal> {
     check_namespaces(pid, root)?;
     tasks::check(pid)?;
     check_program(pid)?;
-    if process::text(pid, "maps").is_ok_and(|maps| is_probed(&maps)) {
+    let maps = process::text(pid, "maps").unwrap_or_default();
+    if is_probed(&maps) {
         let (pid, name) = shown(pid);
         return Err(Refusal::Probed { pid, name });
     }
+    check_vdso(pid, &maps)?;
+    check_signals(pid, &process::text(pid, "status").unwrap_or_default())?;
     if let Some(id) = posix_timers::unknown(pid) {
         let (pid, name) = shown(pid);
         return Err(Refusal::UnknownTimer { pid, name, id });
@@ -368,6 +371,10 @@ fn check_descriptor(pid: i32, number: i32, target: &Path) -> Result<(), Refusal>
         let (pid, name) = shown(pid);
         return Err(Refusal::Unrestorable { pid, name, what, hint });
     }
+    if terminals::is_hung_up(pid, number, target) {
+        let hint = " as it is: its terminal was hung up (vhangup(2), as login and getty do). Close it, and open the terminal again";
+        return refuse("a terminal that gives only end of file and errors", hint);
+    }
     Ok(())
 }
 
@@ -383,6 +390,39 @@ pub(super) fn check_program(pid: i32) -> Result<(), Refusal> {
             let program = link.to_string_lossy().trim_start_matches('/').trim_end_matches(" (deleted)").to_owned();
             Err(Refusal::Program { pid, name, program })
         }
+        _ => Ok(()),
+    }
+}
+
+/// Checks that a process has what CRIU moves at a restore: the code of the kernel for fast system calls, unless no process has it.
+fn check_vdso(pid: i32, maps: &str) -> Result<(), Unrestorable> {
+    const VDSO: &str = "[vdso]";
+    // What is dead has no mappings.
+    if maps.is_empty() || maps.contains(VDSO) || !process::text("self", "maps").is_ok_and(|own| own.contains(VDSO)) {
+        return Ok(());
+    }
+    Err(Unrestorable::of(
+        pid,
+        "has unmapped the vDSO, which the kernel gives each process, and CRIU could not restore it without",
+        "have the program keep it ([vdso] in /proc/PID/maps)",
+    ))
+}
+
+/// Checks that the signals that a process has not handled yet could be sent to it again.
+fn check_signals(pid: i32, status: &str) -> Result<(), Unrestorable> {
+    let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim);
+    let has_some = ["SigPnd", "ShdPnd"].into_iter().filter_map(field).any(|set| set.bytes().any(|digit| digit != b'0'));
+    let queue = field("SigQ").and_then(|queue| queue.split_once('/'));
+    let numbers = queue.and_then(|(have, limit)| Some((have.parse::<u64>().ok()?, limit.parse::<u64>().ok()?)));
+    match numbers {
+        Some((have, limit)) if has_some && have > limit => Err(Unrestorable::of(
+            pid,
+            format!(
+                "has signals that it has not handled, and its user has {have} of them in all, where its limit is {limit} \
+                 (ulimit -i, RLIMIT_SIGPENDING), so a restore could not send them again"
+            ),
+            "raise the limit (prlimit --sigpending while it runs), or let it handle the signals",
+        )),
         _ => Ok(()),
     }
 }
@@ -617,6 +657,31 @@ mod tests {
         let text = refused.unwrap().unwrap_err().to_string();
         assert!(text.contains("CLOCK_BOOTTIME_ALARM") && text.contains("use CLOCK_REALTIME"), "{text}");
         assert_eq!(check(TimerfdClockId::Boottime), Ok(Ok(())));
+    }
+
+    #[test]
+    fn a_process_without_the_kernels_code_is_refused() {
+        let pid = std::process::id().cast_signed();
+        let maps = process::text("self", "maps").unwrap();
+        if maps.contains("[vdso]") {
+            let without: String =
+                maps.lines().filter(|line| !line.contains("[vdso]")).map(|line| format!("{line}\n")).collect();
+            assert!(check_vdso(pid, &without).unwrap_err().to_string().contains("has unmapped the vDSO"));
+        }
+        assert_eq!((check_vdso(pid, &maps), check_vdso(pid, "")), (Ok(()), Ok(())));
+    }
+
+    #[test]
+    fn signals_beyond_the_limit_are_refused_if_any_wait() {
+        let status = |queue: &str, waiting: &str| {
+            format!("Name:\tx\nSigQ:\t{queue}\nSigPnd:\t0000000000000000\nShdPnd:\t{waiting}\n")
+        };
+        let (none, some) = ("0000000000000000", "0000008000000000");
+        assert!(check_signals(1, &status("2/0", some)).unwrap_err().to_string().contains("has 2 of them in all"));
+        for (queue, waiting) in [("2/0", none), ("2/2", some), ("x", some)] {
+            assert_eq!(check_signals(1, &status(queue, waiting)), Ok(()), "{queue} {waiting}");
+        }
+        assert_eq!(check_signals(1, ""), Ok(()));
     }
 
     #[test]

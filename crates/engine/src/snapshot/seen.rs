@@ -65,6 +65,7 @@ impl Seen {
         }
         let unread = Unread::let_pass(&tree, env.cancelled);
         let deleted = nameless(&tree);
+        nameless::check(&deleted, root, env.user()).map_err(preflight::Refusal::from)?;
         // Of a dump that was killed with its supervisor.
         nameless::remove_names(&deleted, root, env.user());
         let (expected, nameless) = (expect(&tree), nameless::bytes(&deleted));

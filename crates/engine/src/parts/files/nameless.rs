@@ -4,11 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::fs::Metadata;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use super::record::in_their_folder;
 use crate::launch::identity::Identity;
+use crate::parts::unrestorable::Unrestorable;
 use rekindle_os::maps;
 use rekindle_os::process::{self, path_in};
 use rekindle_store::manifest::SavedLink;
@@ -16,32 +17,46 @@ use rekindle_store::manifest::SavedLink;
 /// What the kernel adds to the name of a deleted file.
 const DELETED: &[u8] = b" (deleted)";
 
-/// A deleted file.
+/// A deleted file, folder or FIFO.
 #[derive(Debug)]
 pub(crate) struct Nameless {
     /// The name that it had.
     path: PathBuf,
     metadata: Metadata,
+    /// A process that has it.
+    pid: i32,
+    /// It is open, not only mapped or a working directory.
+    is_open: bool,
 }
 
-/// The deleted regular files that these processes have open or mapped, each once. pids are as we see them.
+/// The deleted files, folders and FIFOs that these processes have open or mapped, or that are their working directories, each once.
+/// pids are as we see them.
 pub(crate) fn nameless(tree: &[i32]) -> Vec<Nameless> {
     let mut found: BTreeMap<(u64, u64), Nameless> = BTreeMap::new();
-    let mut add = |name: &[u8], through: &dyn Fn() -> String| {
+    let mut add = |pid: i32, is_open: bool, name: &[u8], through: &dyn Fn() -> String| {
         let Some(path) = name.strip_suffix(DELETED).filter(|_| is_nameless(name)) else { return };
         // Only now: a file system that does not answer holds up who looks at its files.
-        if let Some(metadata) = std::fs::metadata(through()).ok().filter(Metadata::is_file) {
+        // What only has such a name is not deleted.
+        let is_one = |metadata: &Metadata| {
+            let is_gone = metadata.nlink() == 0;
+            metadata.is_file() || (is_gone && (metadata.is_dir() || metadata.file_type().is_fifo()))
+        };
+        if let Some(metadata) = std::fs::metadata(through()).ok().filter(is_one) {
             let path = PathBuf::from(OsStr::from_bytes(path));
-            found.insert((metadata.dev(), metadata.ino()), Nameless { path, metadata });
+            let known = found.entry(identity(&metadata)).or_insert(Nameless { path, metadata, pid, is_open });
+            known.is_open |= is_open;
         }
     };
     for pid in tree {
         for (number, target) in process::descriptors(*pid) {
-            add(target.as_os_str().as_bytes(), &|| format!("/proc/{pid}/fd/{number}"));
+            add(*pid, true, target.as_os_str().as_bytes(), &|| format!("/proc/{pid}/fd/{number}"));
+        }
+        if let Ok(folder) = std::fs::read_link(format!("/proc/{pid}/cwd")) {
+            add(*pid, false, folder.as_os_str().as_bytes(), &|| format!("/proc/{pid}/cwd"));
         }
         let maps = maps::read(*pid).unwrap_or_default();
         for mapping in maps::mappings(&maps) {
-            add(mapping.name, &|| format!("/proc/{pid}/map_files/{}", mapping.range()));
+            add(*pid, false, mapping.name, &|| format!("/proc/{pid}/map_files/{}", mapping.range()));
         }
     }
     found.into_values().collect()
@@ -49,7 +64,90 @@ pub(crate) fn nameless(tree: &[i32]) -> Vec<Nameless> {
 
 /// Bytes on disk of those without another name: CRIU copies each of them (a ghost file, `dump_ghost_file`).
 pub(crate) fn bytes(found: &[Nameless]) -> u64 {
-    found.iter().filter(|file| file.metadata.nlink() == 0).map(|file| file.metadata.blocks() * 512).sum()
+    let is_copied = |file: &&Nameless| file.metadata.is_file() && file.metadata.nlink() == 0;
+    found.iter().filter(is_copied).map(|file| file.metadata.blocks() * 512).sum()
+}
+
+/// Refuses what CRIU dumps and cannot make again at its old name.
+pub(crate) fn check(found: &[Nameless], root: i32, user: Option<&Identity>) -> Result<(), Unrestorable> {
+    found.iter().try_for_each(|one| {
+        check_fifo(one, user).and_then(|()| check_name(one)).and_then(|()| check_place(one, root))
+    })?;
+    check_folders(found)
+}
+
+/// CRIU makes a FIFO as root, and the user of the job may not open it.
+fn check_fifo(one: &Nameless, user: Option<&Identity>) -> Result<(), Unrestorable> {
+    if !one.metadata.file_type().is_fifo() || user.is_none() {
+        return Ok(());
+    }
+    Err(Unrestorable::of(
+        one.pid,
+        format!(
+            "has the deleted FIFO {} open, which cannot be made again for the user of the job (job.user)",
+            one.path.display()
+        ),
+        "do not delete it while it is open, or use pipe(2)",
+    ))
+}
+
+/// A file without any name gets one for a moment: `NAME.cr.ID.ghost` (`create_ghost`).
+fn check_name(one: &Nameless) -> Result<(), Unrestorable> {
+    /// Of a name (`NAME_MAX`), and what CRIU may add to it.
+    const MOST: usize = 255 - ".cr.ffff.ghost".len();
+    let length = one.path.file_name().map_or(0, OsStr::len);
+    if one.metadata.nlink() > 0 || !one.metadata.is_file() || length <= MOST {
+        return Ok(());
+    }
+    Err(Unrestorable::of(
+        one.pid,
+        format!(
+            "has a deleted file open whose name has {length} bytes, in the folder {}, and a restore would need a name \
+             that is longer than the 255 that a file system allows",
+            one.path.parent().unwrap_or_else(|| Path::new("/")).display()
+        ),
+        "use names of up to 241 bytes for files that are deleted while they are open",
+    ))
+}
+
+/// A restore makes the folders again that a deleted file was in.
+fn check_place(one: &Nameless, root: i32) -> Result<(), Unrestorable> {
+    if one.metadata.nlink() > 0 {
+        return Ok(());
+    }
+    let is_in_the_way = |folder: &&Path| path_in(root, folder).symlink_metadata().is_ok_and(|there| there.is_file());
+    match one.path.ancestors().skip(1).find(is_in_the_way) {
+        Some(file) => Err(Unrestorable::of(
+            one.pid,
+            format!(
+                "has the deleted file {} open, and where its folder was there is the file {} now, so a restore could not make it again",
+                one.path.display(),
+                file.display()
+            ),
+            "rename or remove that file, or close the deleted one",
+        )),
+        None => Ok(()),
+    }
+}
+
+/// CRIU removes a deleted folder again as soon as it has opened it, also if it has made other deleted things in it.
+fn check_folders(found: &[Nameless]) -> Result<(), Unrestorable> {
+    for folder in found.iter().filter(|one| one.is_open && one.metadata.is_dir()) {
+        let is_in_it = |other: &&Nameless| other.path != folder.path && other.path.starts_with(&folder.path);
+        if let Some(inside) = found.iter().find(is_in_it) {
+            return Err(Unrestorable::of(
+                folder.pid,
+                format!(
+                    "has the removed folder {} open, and {}, which was in it, is also in use. A restore could not remove the folder \
+                     again",
+                    folder.path.display(),
+                    inside.path.display()
+                ),
+                "close the folder before it is removed, or close what was in it",
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// Whether a name in /proc is that of a deleted file. The kernel uses the same form for memory that is in no file
@@ -76,7 +174,7 @@ pub(super) fn is_of_an_image(name: &OsStr) -> bool {
 /// No other file is removed. If another job has the same file and is being dumped at this moment, its snapshot fails.
 pub(crate) fn remove_names(found: &[Nameless], root: i32, user: Option<&Identity>) -> usize {
     let mut folders: BTreeMap<&Path, BTreeSet<(u64, u64)>> = BTreeMap::new();
-    for file in found.iter().filter(|file| file.metadata.nlink() > 0) {
+    for file in found.iter().filter(|file| file.metadata.is_file() && file.metadata.nlink() > 0) {
         // CRIU takes the next folder above if the file's own one is gone.
         if let Some(folder) = file.path.ancestors().skip(1).find(|folder| path_in(root, folder).is_dir()) {
             folders.entry(folder).or_default().insert(identity(&file.metadata));
