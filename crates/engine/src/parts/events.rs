@@ -11,6 +11,7 @@ use std::os::fd::{AsFd, RawFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use super::unrestorable::Unrestorable;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use rekindle_os::inotify::Watch;
 use rekindle_os::{mounts, process};
@@ -83,26 +84,27 @@ fn of_process(pid: i32) -> Vec<(i32, RawFd)> {
     numbers.filter(|(number, _)| has_events(*number)).map(|(number, _)| (pid, number)).collect()
 }
 
-/// What CRIU dumps of a descriptor of file events and does not restore, if it has that, and what the job can do about it.
-pub(crate) fn unrestorable(pid: i32, number: RawFd, target: &Path) -> Option<(&'static str, &'static str)> {
-    let info = || process::text(pid, &format!("fdinfo/{number}")).ok();
-    match target.to_str()? {
-        "anon_inode:inotify" => {
-            let info = info()?;
-            if sends_signals(&info) {
-                return Some((
-                    "an inotify descriptor that sends signals (O_ASYNC)",
-                    ": wait for its events with poll or epoll",
-                ));
+/// Refuses a descriptor of file events with what CRIU dumps and does not restore.
+pub(crate) fn check(pid: i32, number: RawFd, target: &Path) -> Result<(), Unrestorable> {
+    let info = || process::text(pid, &format!("fdinfo/{number}")).unwrap_or_default();
+    let refuse = |what: &str, remedy| {
+        Err(Unrestorable::of(pid, format!("has {what}, which CRIU dumps and cannot restore"), remedy))
+    };
+    match target.to_str() {
+        Some("anon_inode:inotify") => match info() {
+            info if sends_signals(&info) => {
+                refuse("an inotify descriptor that sends signals (O_ASYNC)", "wait for its events with poll or epoll")
             }
-            let link = ("a watch of inotify on a symbolic link (IN_DONT_FOLLOW)", ": watch the folder of the link");
-            watches_link(pid, &info).then_some(link)
-        }
-        "anon_inode:[fanotify]" if marks_file_system(&info()?) => {
-            let mark = "a mark of fanotify on a whole file system (FAN_MARK_FILESYSTEM)";
-            Some((mark, ": mark its mounts (FAN_MARK_MOUNT)"))
-        }
-        _ => None,
+            info if watches_link(pid, &info) => {
+                refuse("a watch of inotify on a symbolic link (IN_DONT_FOLLOW)", "watch the folder of the link")
+            }
+            _ => Ok(()),
+        },
+        Some("anon_inode:[fanotify]") if marks_file_system(&info()) => refuse(
+            "a mark of fanotify on a whole file system (FAN_MARK_FILESYSTEM)",
+            "mark its mounts (FAN_MARK_MOUNT)",
+        ),
+        _ => Ok(()),
     }
 }
 
@@ -171,13 +173,13 @@ mod tests {
         let pid = std::process::id().cast_signed();
         let of = |inotify: &Inotify| {
             let number = inotify.as_fd().as_raw_fd();
-            unrestorable(pid, number, Path::new("anon_inode:inotify")).map(|(what, _)| what)
+            check(pid, number, Path::new("anon_inode:inotify")).map_err(|error| error.to_string())
         };
         let inotify = Inotify::init(InitFlags::IN_CLOEXEC).unwrap();
         inotify.add_watch(dir.path(), AddWatchFlags::IN_CREATE).unwrap();
-        assert_eq!(of(&inotify), None);
+        assert_eq!(of(&inotify), Ok(()));
         inotify.add_watch(&link, AddWatchFlags::IN_ATTRIB | AddWatchFlags::IN_DONT_FOLLOW).unwrap();
-        assert!(of(&inotify).unwrap().contains("symbolic link"));
+        assert!(of(&inotify).unwrap_err().contains("symbolic link"));
         assert!(sends_signals("pos:\t0\nflags:\t020000\n") && !sends_signals("pos:\t0\nflags:\t02004000\n"));
         let marks = "fanotify flags:0 event-flags:0\nfanotify mnt_id:1b mflags:0 mask:8 ignored_mask:0\n";
         assert!(!marks_file_system(marks) && !marks_file_system("fanotify ino:4f969 sdev:800013 mflags:0 mask:3b\n"));

@@ -62,16 +62,6 @@ pub enum Refusal {
         /// What helps.
         hint: &'static str,
     },
-    /// CRIU dumps something that a process has, and cannot restore it.
-    #[error("process {pid} ({name}) has {what}, which CRIU dumps and cannot restore{hint}")]
-    Unrestorable {
-        pid: i32,
-        name: String,
-        /// What it has.
-        what: &'static str,
-        /// What helps.
-        hint: &'static str,
-    },
     /// CRIU dumps it, and looks for a file at the restore.
     #[error(
         "process {pid} ({name}) runs a program that is in memory and in no file ({program}: memfd_create and fexecve), which CRIU dumps \
@@ -367,10 +357,7 @@ fn check_descriptor(pid: i32, number: i32, target: &Path) -> Result<(), Refusal>
         let hint = ": use CLOCK_REALTIME or CLOCK_BOOTTIME, unless it must wake a machine that sleeps";
         return refuse("a timer of an alarm clock (CLOCK_REALTIME_ALARM or CLOCK_BOOTTIME_ALARM)", hint);
     }
-    if let Some((what, hint)) = events::unrestorable(pid, number, target) {
-        let (pid, name) = shown(pid);
-        return Err(Refusal::Unrestorable { pid, name, what, hint });
-    }
+    events::check(pid, number, target)?;
     if terminals::is_hung_up(pid, number, target) {
         let hint = " as it is: its terminal was hung up (vhangup(2), as login and getty do). Close it, and open the terminal again";
         return refuse("a terminal that gives only end of file and errors", hint);
