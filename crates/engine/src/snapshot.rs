@@ -61,6 +61,7 @@ use crate::parts::files::record;
 use crate::parts::gpu::capture::{self as gpu, Group};
 use crate::parts::kept::capture as kept;
 use crate::parts::terminals::Unsaved;
+use crate::parts::unrestorable::Unrestorable;
 use rekindle_base::interval::Choice;
 use rekindle_criu::image::Dangling;
 use rekindle_criu::{self as criu, Criu};
@@ -215,6 +216,9 @@ pub enum Error {
     /// CRIU could not dump the tree.
     #[error("dump: {0}")]
     Dump(#[from] criu::RunError),
+    /// A process has ended its first thread.
+    #[error("dump: {0}")]
+    Ending(Unrestorable),
     /// Descriptors in flight between processes could not be restored.
     #[error("dump: {0}")]
     InFlight(InFlight),
@@ -350,6 +354,7 @@ impl Error {
     pub fn may_pass(&self) -> bool {
         match self {
             Error::InFlight(_)
+            | Error::Ending(_)
             | Error::Starting(_)
             | Error::Unnoticed(_)
             | Error::Unaccepted(_)
@@ -374,6 +379,7 @@ impl Error {
     fn passes_at_once(&self) -> bool {
         match self {
             Error::Starting(_)
+            | Error::Ending(_)
             | Error::Unaccepted(_)
             | Error::Connected
             | Error::OnItsWay(_)

@@ -181,7 +181,7 @@ fn a_process_whose_first_thread_has_ended_delays_a_snapshot_for_a_moment_only() 
     let lab = lab.noting_the_first_dump("tried");
     let mut run = half_dead(&lab, "os.path.exists(folder + '/tried')");
     run.signal(Signal::SIGUSR1);
-    run.wait_said("Zombies with threads");
+    run.wait_said("has ended its first thread (pthread_exit in main), while others run");
     run.wait_for("a snapshot", || !lab.good().is_empty());
     run.crash(&lab);
     count_on(&lab, &mut run, 5);

@@ -117,7 +117,7 @@ fn check_thread(pid: i32, tid: i32, own: &Links) -> Result<(), Unrestorable> {
     Ok(())
 }
 
-/// How long to wait for what is usually over at once: a child of vfork that calls exec, and threads that end with the first one.
+/// How long to wait for what is usually over at once: a child of vfork that calls exec.
 const PATIENCE: Duration = Duration::from_millis(100);
 const PAUSE: Duration = Duration::from_millis(2);
 
@@ -132,20 +132,20 @@ pub(crate) fn let_part(tree: &[i32], cancelled: &dyn Fn() -> bool) -> Result<(),
     }
 }
 
-/// Checks that a process shares nothing with its parent that only threads may share for CRIU, and has its first thread.
+/// A process whose first thread has ended, while others run. Most of these end soon.
+pub(crate) fn without_first_thread(tree: &[i32]) -> Option<Unrestorable> {
+    let runs = |pid: i32| process::threads(pid).into_iter().any(|tid| tid != pid && !process::is_leaving(tid));
+    let pid = tree.iter().copied().find(|pid| process::has_ended(*pid) && runs(*pid))?;
+    Some(Unrestorable::of(
+        pid,
+        "has ended its first thread (pthread_exit in main), while others run, and CRIU cannot dump that",
+        "let the first thread wait for the others (pthread_join)",
+    ))
+}
+
+/// Checks that a process shares nothing with its parent that only threads may share for CRIU.
 fn check_parted(pid: i32, tree: &[i32]) -> Result<(), Unrestorable> {
     let parent = process::relations(pid).map(|found| found.parent).filter(|parent| tree.contains(parent));
-    if process::has_ended(pid) {
-        let runs = |tid: &i32| *tid != pid && !process::is_leaving(*tid);
-        return match process::threads(pid).iter().find(|tid| runs(tid)) {
-            Some(_) => Err(Unrestorable::of(
-                pid,
-                "has ended its first thread (pthread_exit in main), while others run, and CRIU cannot dump that",
-                "let the first thread wait for the others (pthread_join)",
-            )),
-            None => Ok(()),
-        };
-    }
     let Some(parent) = parent else { return Ok(()) };
     let shared = |what| matches!(shares(pid, parent, what), Ok(true)) && !process::is_leaving(pid);
     let shown =

@@ -22,7 +22,7 @@ use crate::launch::plugin;
 use crate::parts::devices::Devices;
 use crate::parts::files::{nameless, record};
 use crate::parts::kept::capture::{self as kept, Copy};
-use crate::parts::{landing, tcp};
+use crate::parts::{landing, tasks, tcp};
 use crate::steps::{self, Failed, Step, Timer};
 use rekindle_criu::{self as criu, DumpOptions, Hooks, Notify, Place, Plugin};
 use rekindle_cuda::copier;
@@ -162,6 +162,13 @@ pub(super) fn freeze<'a>(env: Env<'a>) -> Result<Frozen<'a>, Error> {
     ready.armed = landing::capture::Armed::default();
     let kinds = BTreeSet::new();
     Ok(Frozen { env, kinds, copying, seen, gpus, ready, landing, kept, saved_links, dumped, timings, cable })
+}
+
+/// The error of a dump, with the process where CRIU names none.
+fn by_name(error: criu::RunError, root: i32) -> Error {
+    let says_ending = error.log().is_some_and(criu::Log::says_ending);
+    let found = says_ending.then(|| tasks::without_first_thread(&process::tree(root))).flatten();
+    found.map_or_else(|| error.into(), Error::Ending)
 }
 
 impl Freeze<'_> {
@@ -323,7 +330,7 @@ impl Freeze<'_> {
             (Err(_), Some(Wrong::OnItsWay(why))) => return Err(Error::OnItsWay(why)),
             (Err(_), Some(Wrong::Refused(refusal))) => return Err(Error::Late(refusal)),
             (Err(criu::RunError::Hook { .. }), None) if (env.cancelled)() => return Err(Error::Cancelled),
-            (Err(error), None) => return Err(error.into()),
+            (Err(error), None) => return Err(by_name(error, env.root())),
         };
         let moment = moment.ok_or_else(silent)?;
         let frozen = Beneath::root(&work, Owners::Any).map(|dir| criu::image::frozen_time(&dir).unwrap_or_default());
