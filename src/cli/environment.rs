@@ -118,7 +118,7 @@ mod tests {
         "GOOGLE_APPLICATION_CREDENTIALS",
         "NOTIFY_SOCKET",
         "PATH",
-        "REKINDLE_HOOKS_WEBHOOK",
+        "REKINDLE_HOOKS_ON_FAILURE",
         "REKINDLE_STORE_DIRECTORY",
     ];
 
@@ -131,7 +131,7 @@ mod tests {
             ("file:///p", &[]),
         ] {
             let (given, withheld) = given(&config(&format!("replica.url = {url:?}")), &CALLERS);
-            assert_eq!(withheld, [ours, &["REKINDLE_HOOKS_WEBHOOK"]].concat(), "{url}");
+            assert_eq!(withheld, [ours, &["REKINDLE_HOOKS_ON_FAILURE"]].concat(), "{url}");
             assert!(given.iter().all(|name| !withheld.contains(name)) && !given.contains(&"NOTIFY_SOCKET".into()));
             assert_eq!(given.len() + withheld.len(), CALLERS.len() - 1);
         }
@@ -140,12 +140,12 @@ mod tests {
     #[test]
     fn what_the_configuration_names_is_given() {
         let named =
-            config("replica.url = \"s3://b/p\"\njob.pass-environment = [\"AWS_*\", \"REKINDLE_HOOKS_WEBHOOK\"]");
+            config("replica.url = \"s3://b/p\"\njob.pass-environment = [\"AWS_*\", \"REKINDLE_HOOKS_ON_FAILURE\"]");
         assert_eq!(given(&named, &CALLERS).1, [""; 0]);
         let set = config("replica.url = \"s3://b/p\"\njob.environment = { AWS_SECRET_ACCESS_KEY = \"its own\" }");
         let (given, withheld) = given(&set, &CALLERS);
         assert!(given.contains(&"AWS_SECRET_ACCESS_KEY".into()));
-        assert_eq!(withheld, ["REKINDLE_HOOKS_WEBHOOK"]);
+        assert_eq!(withheld, ["REKINDLE_HOOKS_ON_FAILURE"]);
     }
 
     #[test]
