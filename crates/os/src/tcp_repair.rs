@@ -86,8 +86,8 @@ pub fn write(socket: &OwnedFd, data: &[u8]) -> io::Result<()> {
 
 /// Whether repair mode is on; getsockopt fails for every socket that is not TCP.
 /// Makes a socket of TCP without a connection one whose other end has reset it: its next call fails with ECONNRESET. Nothing
-/// leaves the machine: in repair mode a connection is there without a word to the other end, and the one that is made is to
-/// the loopback device.
+/// leaves the machine: in repair mode the kernel makes a connection without the other end, and this one is to the loopback
+/// device.
 ///
 /// # Errors
 /// When it has a connection or listens, is none of TCP, or we may not use the repair mode (CAP_NET_ADMIN).

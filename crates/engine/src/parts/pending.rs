@@ -1,4 +1,4 @@
-//! What waits in sockets and does not survive that CRIU (4.2) looks at it, or is lost without a word.
+//! What waits in sockets and is lost in an image, or taken from the running job when CRIU (4.2) looks at it.
 //!
 //! - Urgent data (`MSG_OOB`): of a connection of TCP CRIU reads up to the urgent byte, and loses it and all behind it. Of a UNIX
 //!   socket it takes it for ordinary data.
@@ -108,8 +108,8 @@ fn check_socket(pid: i32, number: i32, socket: &OwnedFd, is_unix: bool) -> Resul
         return Err(Unrestorable::of(
             pid,
             format!(
-                "has urgent data that it has not read on its socket (descriptor {number}; MSG_OOB of send(2)), of which CRIU would \
-                 lose the urgent byte, or what follows it"
+                "has urgent data that it has not read on its socket (descriptor {number}; MSG_OOB of send(2)), and CRIU would lose \
+                 the urgent byte, or what follows it"
             ),
             "let it read the data. Snapshots continue then",
         ));
