@@ -11,6 +11,7 @@
 use std::collections::BTreeSet;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -151,11 +152,12 @@ pub(crate) fn put_back(root: i32, image: &Beneath) {
     }
 }
 
-/// The descriptors of masters.
-/// Whether a descriptor leads to a terminal that was hung up (vhangup(2)). One whose master is closed has no error.
+/// Whether a descriptor leads to a terminal that was hung up (vhangup(2)) although its master is open. CRIU closes the master of
+/// one whose master was closed, which hangs it up again.
 pub(crate) fn is_hung_up(pid: i32, number: RawFd, target: &Path) -> bool {
     let is_one = target.starts_with("/dev/pts") || target == Path::new("/dev/tty");
-    if !is_one {
+    let has_no_master = target.as_os_str().as_bytes().ends_with(b" (deleted)");
+    if !is_one || has_no_master {
         return false;
     }
     let fetched = process::open_pidfd(pid).and_then(|pidfd| process::fetch_descriptor(&pidfd, number));
@@ -166,6 +168,7 @@ pub(crate) fn is_hung_up(pid: i32, number: RawFd, target: &Path) -> bool {
     })
 }
 
+/// The descriptors of masters.
 fn masters(pid: i32) -> impl Iterator<Item = RawFd> {
     let is_one = |target: &std::path::Path| target.file_name().is_some_and(|name| name == "ptmx");
     process::descriptors(pid).filter(move |(_, target)| is_one(target)).map(|(fd, _)| fd)
