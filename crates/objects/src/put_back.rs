@@ -11,7 +11,7 @@ use std::path::Path;
 
 use nix::sys::socket::SockaddrStorage;
 use rekindle_os::{attributes, process, sockopt, tcp_repair};
-use rustix::fs::{AtFlags, FileType, Mode, OFlags};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags};
 
 use crate::compare::Difference;
 use crate::table::{Means, OPTIONS, Of, Shape, SocketOption};
@@ -179,20 +179,22 @@ fn descriptor(difference: &Difference, descriptor: &OwnedFd, value: &str, rights
 }
 
 /// Renames the file of a UNIX socket as its process has done, within a folder. Another socket may be there, which nobody listens
-/// at any more.
+/// at any more. The paths are the kernel's, so they have no links: whoever can write to a folder of them could put one there, to
+/// have something else renamed.
 fn rename(pid: i32, now: &str, then: &str) -> Option<()> {
     let (now, then) = (Path::new(now), Path::new(then));
     let folder = now.parent().filter(|folder| Some(*folder) == then.parent())?;
-    let opened = format!("/proc/{pid}/root{}", folder.display());
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let folder = rustix::fs::open(opened, flags, Mode::empty()).ok()?;
-    let is_socket = |name| match rustix::fs::statat(&folder, name, AtFlags::SYMLINK_NOFOLLOW) {
-        Ok(found) => Some(FileType::from_raw_mode(found.st_mode) == FileType::Socket),
-        Err(error) => (error == rustix::io::Errno::NOENT).then_some(true),
+    let root = rustix::fs::open(format!("/proc/{pid}/root"), flags, Mode::empty()).ok()?;
+    let within = ResolveFlags::IN_ROOT | ResolveFlags::NO_SYMLINKS;
+    let folder = rustix::fs::openat2(&root, folder, flags, Mode::empty(), within).ok()?;
+    let kind = |name| match rustix::fs::statat(&folder, name, AtFlags::SYMLINK_NOFOLLOW) {
+        Ok(found) => Some(Some(FileType::from_raw_mode(found.st_mode))),
+        Err(error) => (error == rustix::io::Errno::NOENT).then_some(None),
     };
     let (now, then) = (now.file_name()?, then.file_name()?);
-    is_socket(then).filter(|is_socket| *is_socket)?;
-    rustix::fs::renameat(&folder, now, &folder, then).ok()
+    let is_fit = kind(now)? == Some(FileType::Socket) && matches!(kind(then)?, None | Some(FileType::Socket));
+    is_fit.then(|| rustix::fs::renameat(&folder, now, &folder, then).ok())?
 }
 
 /// Bytes of a pipe that anybody may have (pipe(7)).
@@ -230,6 +232,26 @@ fn bytes(option: &SocketOption, value: &str) -> Option<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_sockets_are_renamed_and_no_link_is_followed() {
+        use std::os::unix::net::UnixListener;
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path().canonicalize().unwrap();
+        let path = |name: &str| dir.join(name).to_str().unwrap().to_owned();
+        let pid = std::process::id().cast_signed();
+        std::fs::create_dir(path("real")).unwrap();
+        std::os::unix::fs::symlink(path("real"), path("link")).unwrap();
+        let _listener = UnixListener::bind(path("real/new")).unwrap();
+        std::fs::write(path("real/file"), "").unwrap();
+        for (now, then) in
+            [("link/new", "link/socket"), ("real/new", "real/file"), ("real/file", "real/socket"), ("real/new", "new")]
+        {
+            assert_eq!(rename(pid, &path(now), &path(then)), None, "{now} {then}");
+        }
+        rename(pid, &path("real/new"), &path("real/socket")).unwrap();
+        assert!(Path::new(&path("real/socket")).exists() && !Path::new(&path("real/new")).exists());
+    }
 
     #[test]
     fn a_user_gets_no_right_by_a_record() {

@@ -31,7 +31,7 @@ pub struct DatagramSocket {
     pub has_descriptors: bool,
 }
 
-/// Those of the image, also those of which CRIU has written nothing: it stops at a datagram without data.
+/// Those of the image, also where CRIU has written nothing: it stops at a datagram without data.
 ///
 /// # Errors
 /// When an image file is missing or damaged.

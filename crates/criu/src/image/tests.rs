@@ -72,7 +72,7 @@ fn a_session_is_taken_apart_unless_one_process_has_all_of_it_below_it() {
     // A daemon, and one with a child that leads a group.
     assert_eq!(torn(&[(1003, 1000, 1002, 1002)]), None);
     assert_eq!(torn(&[(1003, 1000, 1002, 1002), (1004, 1003, 1002, 1002), (1005, 1003, 1005, 1002)]), None);
-    // Two, of which each gets a session; one in a group of its own.
+    // Two that each get a session; one in a group of its own.
     assert_eq!(torn(&[(1003, 1000, 1002, 1002), (1004, 1000, 1002, 1002)]), Some(1003));
     assert_eq!(torn(&[(1003, 1000, 1002, 1002), (1004, 1000, 1004, 1002)]), Some(1003));
     // The leader is there, alive or not.

@@ -11,7 +11,7 @@ use rekindle_os::process;
 const REMEDY: &str = "let its parent live as long as its children (in a shell, `setsid sh -c 'a & b & wait'`), or start each of the \
                       processes with a setsid of its own";
 
-/// Checks that the sessions and process groups of these processes, of which the first is the root of the image, can be made again.
+/// Checks that the sessions and process groups of these processes can be made again. The first is the root of the image.
 pub(crate) fn check(tree: &[i32]) -> Result<(), Unrestorable> {
     let number = |number: i32| u32::try_from(number).unwrap_or(0);
     let member = |pid: &i32| {
