@@ -64,6 +64,8 @@ impl Launched {
         let mut lab = Lab::with_spare(members as u32, 0);
         // They are requested: PyTorch ends with an error if a snapshot interrupts it while it waits for the first rank.
         lab.set("snapshot.interval", "\"off\"");
+        // So many processes of Python can keep a supervisor from the processors for seconds, and nobody shall be lost by that.
+        lab.set("group.lease", "\"20s\"");
         fs::create_dir(lab.path("results")).unwrap();
         for rank in 0..members {
             let temporary = lab.path(&format!("tmp{rank}"));
