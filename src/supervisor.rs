@@ -128,7 +128,10 @@ enum Message {
     /// Nothing of this life is left, and so it ended.
     Ended(u32, Ended),
     Started(Box<Result<StartedJob, StartFailure>>),
-    Snapshot(Box<Result<Taken, snapshot::Error>>),
+    Snapshot {
+        life: u32,
+        result: Box<Result<Taken, snapshot::Error>>,
+    },
     Persisted(Box<images::Outcome>),
     Replicated(Box<replicate::Report>),
     Watched(finding::Finding),
@@ -145,7 +148,7 @@ enum Message {
 impl Message {
     /// Whether it is about work that needs the lock, and may have found the lock lost.
     fn is_of_the_store(&self) -> bool {
-        matches!(self, Message::Started(_) | Message::Snapshot(_) | Message::Persisted(_) | Message::Replicated(_))
+        matches!(self, Message::Started(_) | Message::Snapshot { .. } | Message::Persisted(_) | Message::Replicated(_))
     }
 }
 
@@ -492,7 +495,7 @@ impl Owner<'_> {
                 Ok(started) => self.started(started),
                 Err(failure) => self.start_failed(failure),
             },
-            Message::Snapshot(result) => self.snapshot_done(*result),
+            Message::Snapshot { life, result } => self.snapshot_done(life, *result),
             Message::Persisted(outcome) => self.persisted(*outcome),
             Message::Replicated(report) => self.replicated(*report),
             Message::Watched(finding) => self.watched(finding),

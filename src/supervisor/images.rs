@@ -70,6 +70,7 @@ enum PersistError {
 impl Owner<'_> {
     pub(super) fn snapshot(&mut self, reason: Reason) {
         let Some((job, cancel)) = self.life.snapshot_begins() else { return };
+        let life = self.life.number();
         self.watch.deaths.release_launchers();
         let (setup, sender) = (Arc::clone(self.setup), self.threads.sender.clone());
         if self.watch.deaths.is_going_back(self.machine.state()) {
@@ -120,11 +121,12 @@ impl Owner<'_> {
                 });
             let result = result.unwrap_or_else(|panicked| Err(panicked.into()));
             drop(job);
-            let _ = sender.send(Message::Snapshot(Box::new(result)));
+            let _ = sender.send(Message::Snapshot { life, result: Box::new(result) });
         });
     }
 
-    pub(super) fn snapshot_done(&mut self, result: Result<Taken, snapshot::Error>) {
+    /// A snapshot of the job's life with this number is over.
+    pub(super) fn snapshot_done(&mut self, life: u32, result: Result<Taken, snapshot::Error>) {
         self.life.snapshot_ends();
         let mut failed = None;
         let event = match result {
@@ -162,7 +164,10 @@ impl Owner<'_> {
                 failed = Some(chain(&error));
                 self.clients.control.snapshot_failed(&chain(&error));
                 self.clients.job_api.snapshot_ends(Some(chain(&error)));
-                if self.life.ended().is_none() {
+                if !self.life.is_present(life) {
+                    // Nothing went wrong: the job was killed, and the next one runs.
+                    tracing::info!("no snapshot was taken: the job ended meanwhile ({})", chain(&error));
+                } else if self.life.ended().is_none() {
                     let mut why = chain(&error);
                     if lost && !stops && self.machine.is_last_try() {
                         why.push_str("; ");
