@@ -199,7 +199,7 @@ pub(crate) fn run(setup: Setup, early: Early) -> Result<Finish, Error> {
         owner.reporting.lines = Some(lines);
     }
     owner.tell_begin();
-    owner.tell_if_not_rehearsed();
+    owner.publish_if_not_rehearsed();
     owner.open_control();
     owner.open_word();
     owner.carry_out(actions);

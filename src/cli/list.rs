@@ -262,7 +262,7 @@ struct ImageRow {
     interval: Option<Choice>,
     reason: Option<Reason>,
     lineage: Option<String>,
-    /// What has shown that it can be restored: taken (nothing yet), rehearsed or restored.
+    /// What has shown that it can be restored: taken (nothing yet), refused, rehearsed or restored.
     evidence: Evidence,
     /// Whether the job has lived for restart.min-uptime after it was taken or restored.
     proven: bool,

@@ -33,7 +33,7 @@ struct Image<'a> {
     #[serde(flatten)]
     manifest: &'a Manifest,
     copies: Vec<Copy>,
-    /// What has shown that it can be restored: taken (nothing yet), rehearsed or restored.
+    /// What has shown that it can be restored: taken (nothing yet), refused, rehearsed or restored.
     evidence: Evidence,
     /// Whether the job has lived for restart.min-uptime after it was taken or restored.
     proven: bool,
@@ -161,6 +161,10 @@ fn evidence_in_words(evidence: Evidence, shown: &Shown) -> String {
             format!(
                 "taken: nothing was rehearsed or restored yet with {versions}, which this version of rekindle does not know"
             )
+        }
+        (Evidence::Refused, _) => {
+            "refused: two rehearsals of it failed; the log and the event `rehearsal-failed` say why. A restart tries it all the same"
+                .into()
         }
         (Evidence::Taken, None) => "taken: it was neither rehearsed nor restored yet".into(),
         (Evidence::Rehearsed, _) => "rehearsed: all its processes were restored beside the job, and did not run".into(),

@@ -75,7 +75,7 @@ struct Row {
     uptime_s: Option<i64>,
     /// Time since the last snapshot, in seconds.
     last_age_s: Option<i64>,
-    /// What has shown that the last image can be restored: taken (nothing yet), rehearsed or restored.
+    /// What has shown that the last image can be restored: taken (nothing yet), refused, rehearsed or restored.
     last_evidence: Option<Evidence>,
     /// Time since the newest committed group image, in seconds.
     group_image_age_s: Option<i64>,

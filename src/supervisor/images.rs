@@ -147,8 +147,8 @@ impl Owner<'_> {
                 self.answer_taken(&taken);
                 self.clients.job_api.snapshot_ends(None);
                 self.group_snapped(taken.image.id);
-                self.persist(taken.image);
                 self.checks.rehearsals.image_taken(taken.kinds, Instant::now());
+                self.persist(taken.image);
                 Event::SnapshotTaken { freeze: taken.freeze }
             }
             Err(error) => {
@@ -296,7 +296,7 @@ impl Owner<'_> {
     fn persist(&mut self, image: Image) {
         let (setup, sender) = (Arc::clone(self.setup), self.threads.sender.clone());
         let source = if image.is_staged() { Source::Memory } else { Source::PlainFiles };
-        let repeats = self.reporting.remarks.repeats.clone();
+        let (repeats, needs_slot) = (self.reporting.remarks.repeats.clone(), self.checks.rehearsals.needs_slot());
         let transfers::Store { progress, cancel, files_go } = self.transfers.store_begins(image.id, source);
         self.step(Event::PersistBegan);
         self.spawn("persist", move || {
@@ -310,7 +310,7 @@ impl Owner<'_> {
             };
             let took = began.elapsed();
             if result.is_ok() {
-                empty_slots_on_disk(&setup, &files_go);
+                empty_slots_on_disk(&setup, &files_go, &needs_slot);
             }
             // Not before it is packed: plain files need extra space only temporarily, and no other image may be removed
             // for that. Also not while a restore reads memory from an image: that is done afterwards.
@@ -558,8 +558,11 @@ fn slot_in(place: Place) -> &'static str {
 }
 
 /// Empties slots on the disk whose image is stored: the packs take less space, and a restart reads those. Not while a
-/// restart may read a slot.
-fn empty_slots_on_disk(setup: &Setup, files_go: &Mutex<()>) {
+/// restart may read a slot, nor before a rehearsal that needs one.
+pub(super) fn empty_slots_on_disk(setup: &Setup, files_go: &Mutex<()>, is_needed: &AtomicBool) {
+    if is_needed.load(Ordering::Relaxed) {
+        return;
+    }
     let _nobody_reads = match files_go.try_lock() {
         Ok(lock) => lock,
         Err(TryLockError::Poisoned(lock)) => lock.into_inner(),

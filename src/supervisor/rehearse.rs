@@ -1,11 +1,11 @@
 //! Rehearses restores beside the running job, so that an image that cannot be restored is noticed before it is needed.
 //!
 //! The first image of a run is rehearsed at once, then one every `snapshot.rehearse`, and one whenever the kinds of
-//! objects in the image differ from those of the last that was tried. Only images in memory are tried: those in the store
-//! are the same, with hashes. A rehearsal is a separate process ([`rekindle_engine::restore::rehearsal`]),
-//! which is ended as soon as the job does anything but run. It changes nothing and marks nothing: it is not a real
-//! restore, and does not prove that an image is bad. Its success is recorded as evidence for the image; its result is
-//! reported in the log, as an event and to hooks.
+//! objects in the image differ from those of the last that was tried. Images are tried where they were made, in memory or
+//! in a slot on the disk: those in the store are the same, packed. A rehearsal is a separate process ([`rekindle_engine::restore::rehearsal`]),
+//! which is ended as soon as the job does anything but run. It changes nothing and marks no image as bad: it is not
+//! a real restore. What it finds is recorded as evidence about the image, and reported in the log, as an event and to
+//! hooks.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use super::images::empty_slots_on_disk;
 use super::state::State;
 use super::times::shown;
 use super::{Message, Owner, Setup};
@@ -24,7 +25,7 @@ use crate::telemetry::events::What;
 use rekindle_engine::launch::Privileges;
 use rekindle_engine::restore::rehearsal::{Outcome, Script};
 use rekindle_os::spawn::Spawn;
-use rekindle_store::{Evidence, ImageId, Place};
+use rekindle_store::{Evidence, Image, ImageId};
 
 /// Pause before another look if a rehearsal is due while the job does not just run.
 const BUSY: Duration = Duration::from_secs(10);
@@ -53,6 +54,8 @@ pub(super) struct Rehearsals {
     newest: Kinds,
     tried: Kinds,
     refusals: Refusals,
+    /// Whether the slot of the newest image must not be emptied before it was tried.
+    needs_slot: Arc<AtomicBool>,
 }
 
 /// The refusals since an image was last restored.
@@ -101,7 +104,12 @@ impl Rehearsals {
     /// `every` is `snapshot.rehearse`; `None` turns rehearsals off.
     pub(super) fn new(every: Option<Duration>) -> Rehearsals {
         let (newest, tried, refusals) = (Kinds::new(), Kinds::new(), Refusals::default());
-        Rehearsals { every, due: None, under_way: None, newest, tried, refusals }
+        Rehearsals { every, due: None, under_way: None, newest, tried, refusals, needs_slot: Arc::default() }
+    }
+
+    /// Whether a slot must not be emptied now. Shared with the threads that store images.
+    pub(super) fn needs_slot(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.needs_slot)
     }
 
     /// An image was taken that has these kinds of objects.
@@ -110,7 +118,13 @@ impl Rehearsals {
         // If one is under way, `ends` looks again.
         if self.every.is_some() && self.under_way.is_none() && (self.due.is_none() || self.newest != self.tried) {
             self.due = Some(now);
+            self.needs_slot.store(true, Ordering::Relaxed);
         }
+    }
+
+    /// One is due, and no slot has an image: those on the disk are emptied. The next image will be rehearsed.
+    fn wait_for_an_image(&mut self) {
+        self.due = None;
     }
 
     /// Cancels a rehearsal that is in the way. Returns whether to start one.
@@ -141,7 +155,7 @@ impl Rehearsals {
         Arc::clone(self.under_way.insert(Arc::default()))
     }
 
-    /// A rehearsal is over. `is_there` tells whether its image is still in memory.
+    /// A rehearsal is over. `is_there` tells whether its image is still in its slot.
     pub(super) fn ends(&mut self, outcome: Outcome, is_there: impl FnOnce() -> bool, now: Instant) -> Finding {
         let called_off = self.under_way.take().is_some_and(|cancel| cancel.load(Ordering::Relaxed));
         let every = self.every.unwrap_or(AGAIN);
@@ -174,6 +188,7 @@ impl Rehearsals {
     /// The run ends.
     pub(super) fn close(&mut self) {
         self.due = None;
+        self.needs_slot.store(false, Ordering::Relaxed);
         self.call_off();
     }
 
@@ -188,29 +203,12 @@ pub(super) struct Rehearsed {
     outcome: Outcome,
 }
 
-/// Why no image of this run will be rehearsed, if that is known from the beginning. `every` is `snapshot.rehearse`.
-fn none_because(every: Option<Duration>, is_in_memory: bool) -> Option<&'static str> {
-    match (every, is_in_memory) {
-        (None, _) => Some("snapshot.rehearse is \"off\""),
-        (Some(_), false) => {
-            Some("images are made on the disk (snapshot.staging), and only those in memory are rehearsed")
-        }
-        (Some(_), true) => None,
-    }
-}
-
 impl Owner<'_> {
-    /// The run begins: tells if no image of it will be rehearsed.
-    pub(super) fn tell_if_not_rehearsed(&mut self) {
-        let every = self.setup.config.snapshot.rehearse.limit();
-        let Some(why) = none_because(every, self.setup.images.staging.is_some()) else { return };
-        self.reporting.published.not_rehearsed = Some(why.to_owned());
-        // Who turned them off knows it.
-        if every.is_some() {
-            self.checks.rehearsals = Rehearsals::new(None);
-            tracing::warn!(
-                "no image of this run will be rehearsed: {why}. Whether one can be restored shows when it is needed"
-            );
+    /// The run begins: publishes if no image of it will be rehearsed.
+    pub(super) fn publish_if_not_rehearsed(&mut self) {
+        // Who turned them off knows it, so nothing is logged.
+        if self.setup.config.snapshot.rehearse.limit().is_none() {
+            self.reporting.published.not_rehearsed = Some("snapshot.rehearse is \"off\"".into());
         }
     }
 
@@ -220,14 +218,16 @@ impl Owner<'_> {
         if !self.checks.rehearsals.check(self.machine.state(), restoring, Instant::now()) {
             return;
         }
-        let newest =
-            self.setup.folder.staged().into_iter().find(|image| image.is_good() && image.place == Place::Staged);
-        let Some(image) = newest.map(|image| image.id) else { return };
+        let newest = self.setup.folder.staged().into_iter().find(Image::is_good);
+        let Some(image) = newest.map(|image| image.id) else { return self.checks.rehearsals.wait_for_an_image() };
+        let (needs_slot, files_go) = (self.checks.rehearsals.needs_slot(), self.transfers.files_go());
         let cancel = self.checks.rehearsals.begins();
         let (setup, sender) = (Arc::clone(self.setup), self.threads.sender.clone());
         self.spawn("rehearse", move || {
             let outcome = rehearse(&setup, image, &cancel)
                 .unwrap_or_else(|error| Outcome::NotTried { why: format!("the rehearsal's process failed: {error}") });
+            needs_slot.store(false, Ordering::Relaxed);
+            empty_slots_on_disk(&setup, &files_go, &needs_slot);
             let _ = sender.send(Message::Rehearsed(Box::new(Rehearsed { image, outcome })));
         });
     }
@@ -250,9 +250,11 @@ impl Owner<'_> {
             Finding::Refused { why } => {
                 tracing::error!(
                     "image {image} could not be restored in a rehearsal, twice: {why}. The job continues and its \
-                    images are kept, but do not rely on them: a restart would probably fail in the same way"
+                    images are kept, but do not rely on them: a restart would probably fail in the same way. Correct \
+                    what is named here, and then request a snapshot: it is rehearsed, too"
                 );
                 self.reporting.published.rehearsal_failure = Some(format!("image {image}: {why}"));
+                self.checks.evidence.note(image, Evidence::Refused, self.setup, Instant::now());
                 self.tell(What::RehearsalFailed { image, why });
             }
             Finding::NotTried { why } => {
@@ -350,18 +352,11 @@ mod tests {
         rehearsals.image_taken(Kinds::new(), now + BUSY);
         assert_eq!(rehearsals.next_wake(), Some(now));
         assert!(rehearsals.check(&running, false, now));
-        assert_eq!(rehearsals.next_wake(), Some(now + AGAIN), "where no image is in memory");
+        assert_eq!(rehearsals.next_wake(), Some(now + AGAIN), "where no image is in a slot");
         rehearsals.begins();
         assert_eq!(rehearsals.next_wake(), None);
         assert_eq!(rehearsals.ends(Outcome::Restored { took: 5 }, || true, now), Finding::Restored { took: 5 });
         assert_eq!(rehearsals.next_wake(), Some(now + HOUR));
-    }
-
-    #[test]
-    fn images_that_none_will_rehearse_are_known_from_the_beginning() {
-        assert_eq!(none_because(Some(HOUR), true), None);
-        assert!(none_because(Some(HOUR), false).is_some_and(|why| why.contains("snapshot.staging")));
-        assert!(none_because(None, true).is_some_and(|why| why.contains("\"off\"")));
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! `evidence.json` in the job's folder: what has shown that an image can be restored, a rehearsal or a restore.
+//! `evidence.json` in the job's folder: what has shown that an image can be restored, a rehearsal or a restore, or that it
+//! probably cannot.
 //!
 //! - Other than [`super::proven`], it says nothing about how the job has lived, and a lasting job says nothing about it.
 //! - Evidence is never taken back: a restore is more than a rehearsal. An image that turns out bad has a mark besides.
@@ -35,6 +36,8 @@ pub enum Evidence {
     /// Nothing yet: the snapshot succeeded.
     #[default]
     Taken,
+    /// Nothing, and two rehearsals of it failed. It has no mark: a restart tries it, and then older ones.
+    Refused,
     /// A rehearsal made every process of it on a machine that had the store, and none of them ran.
     Rehearsed,
     /// The job ran from it.
@@ -42,11 +45,18 @@ pub enum Evidence {
 }
 
 impl Evidence {
+    /// Whether the image was restored once, by a rehearsal or by a restart.
+    #[must_use]
+    pub fn is_there(self) -> bool {
+        self > Evidence::Refused
+    }
+
     /// The word for it in tables and in JSON.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
             Evidence::Taken => "taken",
+            Evidence::Refused => "refused",
             Evidence::Rehearsed => "rehearsed",
             Evidence::Restored => "restored",
         }
@@ -72,7 +82,8 @@ impl Shown {
     /// The evidence that counts for this image.
     #[must_use]
     pub fn of(&self, id: &ImageId) -> Evidence {
-        if self.awaits.is_some() { Evidence::Taken } else { self.recorded(id) }
+        let recorded = self.recorded(id);
+        if self.awaits.is_some() && recorded.is_there() { Evidence::Taken } else { recorded }
     }
 
     /// The evidence for this image under whatever CRIU, kernel and driver.
@@ -84,7 +95,7 @@ impl Shown {
     /// The images that were rehearsed or restored under whatever CRIU, kernel and driver.
     #[must_use]
     pub fn with_evidence(&self) -> BTreeSet<ImageId> {
-        self.images.iter().filter(|(_, evidence)| **evidence > Evidence::Taken).map(|(id, _)| *id).collect()
+        self.images.iter().filter(|(_, evidence)| evidence.is_there()).map(|(id, _)| *id).collect()
     }
 
     /// The versions under which nothing has been rehearsed or restored yet, in words.
@@ -96,6 +107,9 @@ impl Shown {
     fn add(&mut self, id: ImageId, evidence: Evidence) {
         let known = self.images.entry(id).or_default();
         *known = evidence.max(*known);
+        if !evidence.is_there() {
+            return;
+        }
         if let Some(awaited) = self.awaits.take() {
             self.worked = Some(awaited);
         }

@@ -38,7 +38,6 @@ use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 
-use super::evidence::Evidence;
 use super::id::ImageId;
 pub use facts::{FactKind, Facts, Line, Pin, Policy, Proof, Room, Use, Whole, await_proof};
 pub(crate) use reason::KeepReason;
@@ -172,7 +171,7 @@ fn by_rules(facts: &[Facts], policy: &Policy, now: DateTime<Utc>) -> Plan {
         |which: &dyn Fn(&Facts) -> bool| facts.iter().find(|it| it.kind == FactKind::Good && which(it)).map(|it| it.id);
     let is_proven = |it: &Facts| it.proof == Proof::Proven;
     let is_ours = |it: &Facts| it.line == Line::Ours;
-    let is_shown = |it: &Facts| it.evidence > Evidence::Taken;
+    let is_shown = |it: &Facts| it.evidence.is_there();
     let of_all_and_ours = |which: &dyn Fn(&Facts) -> bool| [newest(which), newest(&|it| which(it) && is_ours(it))];
     let (ours, proven, shown) = (newest(&is_ours), of_all_and_ours(&is_proven), of_all_and_ours(&is_shown));
     let any_good = facts.iter().any(|it| it.kind == FactKind::Good);

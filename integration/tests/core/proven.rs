@@ -107,14 +107,23 @@ fn a_run_is_refused_where_not_even_a_small_job_can_be_restored() {
     lab.assert_all_gone();
 }
 
+/// They are rehearsed in their slots, which are emptied once the images are stored.
 #[test]
-fn where_no_image_is_rehearsed_it_is_said() {
+fn images_on_the_disk_are_rehearsed() {
     let Some(lab) = rehearsing().map(|lab| lab.set("snapshot.staging", "\"store\"")) else { return };
     let mut run = until_after_snapshot(&lab, "plain");
-    run.wait_said("no image of this run will be rehearsed: images are made on the disk (snapshot.staging)");
+    run.wait_for("it is rehearsed", || evidence(&lab, 1) == ["rehearsed"; 3]);
+    run.wait_for("the slots are emptied", || lab.job().staged().is_empty() && lab.images().len() == 1);
+    finish(&lab, run);
+}
+
+#[test]
+fn where_no_image_is_rehearsed_it_is_said() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("snapshot.rehearse", "\"off\"")) else { return };
+    let run = until_after_snapshot(&lab, "plain");
     let text = |args: &[&str]| String::from_utf8_lossy(&lab.rekindle(args).stdout).into_owned();
     for words in [text(&["list", "j"]), text(&["status", "j"])] {
-        assert!(words.contains(", not rehearsed") && words.contains("snapshot.staging"), "{words}");
+        assert!(words.contains(", not rehearsed") && words.contains("snapshot.rehearse"), "{words}");
     }
     assert_eq!(evidence(&lab, 1), ["taken"; 3]);
     finish(&lab, run);

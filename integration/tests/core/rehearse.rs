@@ -120,6 +120,9 @@ fn an_image_that_criu_refuses_is_told_of_and_kept() {
     run.wait_for("others see it", || lab.published().is_some_and(|now| now.rehearsal_failure.is_some()));
     let status = String::from_utf8_lossy(&lab.rekindle(&["status", "j"]).stdout).into_owned();
     assert!(status.contains("could not be restored in a rehearsal"), "{status}");
+    run.wait_for("the image is told apart", || {
+        String::from_utf8_lossy(&lab.rekindle(&["list", "j"]).stdout).contains("good, refused")
+    });
     count_on(&lab, &mut run, 5);
     finish(&lab, run);
 }

@@ -53,7 +53,7 @@ pub struct Script {
     pub store: PathBuf,
     /// The job.
     pub job: JobName,
-    /// The image, which is in memory.
+    /// The image, which is in a slot.
     pub image: ImageId,
     /// CRIU's executable, and its version.
     pub criu: (PathBuf, (u32, u32, u32)),
@@ -146,7 +146,7 @@ fn try_it(script: &Script) -> Result<Duration, Failure> {
 
 fn find(folder: &JobFolder, id: ImageId) -> Result<Image, Failure> {
     let staged = folder.staged().into_iter().find(|image| image.id == id && image.is_good());
-    staged.ok_or_else(|| Failure::NotTried("the image is no longer in memory".into()))
+    staged.ok_or_else(|| Failure::NotTried("the image is no longer in its slot".into()))
 }
 
 fn memory_of(folder: &JobFolder) -> Option<Area> {

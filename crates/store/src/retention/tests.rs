@@ -1,6 +1,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::*;
+use crate::Evidence;
 use crate::tests::at;
 use FactKind::{Bad, Good, Unknown};
 use chrono::TimeDelta;
@@ -231,8 +232,7 @@ pub(super) fn any_images() -> impl Strategy<Value = (Vec<Facts>, Pieces)> {
     let pin = prop_oneof![6 => Just(Pin::None), 1 => Just(Pin::Pinned), 1 => Just(Pin::Unreadable)];
     let pieces = prop::collection::btree_set(0_u8..24, 0..8);
     let proof = prop_oneof![3 => Just(Proof::None), 1 => Just(Proof::Proven)];
-    let evidence =
-        prop_oneof![3 => Just(Evidence::Taken), 1 => Just(Evidence::Rehearsed), 1 => Just(Evidence::Restored)];
+    let evidence = prop_oneof![3 => Just(Evidence::Taken), 1 => Just(Evidence::Refused), 1 => Just(Evidence::Rehearsed), 1 => Just(Evidence::Restored)];
     let line = prop_oneof![4 => Just(Line::Ours), 1 => Just(Line::Other)];
     let one = (kind, pin, (proof, evidence, line), -1_000_000_i64..1_000_000, pieces);
     let all = prop::collection::vec(one, 0..24).prop_map(|all| {
@@ -277,8 +277,8 @@ fn is_newest_of_its_kind(it: &Facts, facts: &[Facts]) -> bool {
     let proven = newest(|it| it.proof == Proof::Proven);
     let ours = newest(|it| it.line == Line::Ours);
     let both = newest(|it| it.proof == Proof::Proven && it.line == Line::Ours);
-    let shown = newest(|it| it.evidence != Evidence::Taken);
-    let ours_shown = newest(|it| it.evidence != Evidence::Taken && it.line == Line::Ours);
+    let shown = newest(|it| it.evidence.is_there());
+    let ours_shown = newest(|it| it.evidence.is_there() && it.line == Line::Ours);
     [proven, ours, both, shown, ours_shown].contains(&Some(it.id))
 }
 

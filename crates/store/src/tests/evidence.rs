@@ -19,6 +19,9 @@ fn evidence_lasts_grows_and_is_forgotten_with_its_image() {
         home.folder.note_evidence(&home.lock, &BTreeMap::from([(image.id, evidence)])).unwrap();
     };
     assert_eq!(words(&home), ["taken"; 3], "those of an older rekindle");
+    note(&first, Evidence::Refused);
+    assert_eq!(words(&home), ["refused", "taken", "taken"]);
+    assert!(home.folder.evidence().unwrap().with_evidence().is_empty());
     note(&first, Evidence::Rehearsed);
     note(&second, Evidence::Restored);
     note(&second, Evidence::Rehearsed);
@@ -67,6 +70,8 @@ fn under_untried_versions_evidence_counts_after_the_first_that_is_found_there() 
     assert_eq!(words(&home), ["taken", "taken"]);
     let shown = home.folder.evidence().unwrap();
     assert_eq!((shown.awaits(), shown.recorded(&first.id)), (Some("CRIU 4.3.0"), Evidence::Rehearsed));
+    home.folder.note_evidence(&home.lock, &BTreeMap::from([(second.id, Evidence::Refused)])).unwrap();
+    assert_eq!(words(&home), ["taken", "refused"], "a refusal is none");
     note(&second);
     assert_eq!(words(&home), ["rehearsed", "rehearsed"]);
     // The next run, under the same ones, under others, and under those that were tried.
