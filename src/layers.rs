@@ -90,7 +90,7 @@ const ETCD: [&str; 13] = [
 ];
 
 /// The modules of the record of kernel objects.
-const OBJECTS: [&str; 12] = [
+const OBJECTS: [&str; 13] = [
     "table",
     "record",
     "policy",
@@ -101,6 +101,7 @@ const OBJECTS: [&str; 12] = [
     "multicast",
     "inotify",
     "settings",
+    "signals",
     "put_back",
     "read",
 ];

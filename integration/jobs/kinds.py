@@ -859,6 +859,36 @@ def renamed_socket():
     count(check)
 
 
+def async_input():
+    """Signals for what arrives in a FIFO, a pipe, a terminal and a socket (O_ASYNC), with the number of the descriptor."""
+    os.mkfifo(path("fifo"))
+    fifo = os.open(path("fifo"), os.O_RDWR | os.O_NONBLOCK)
+    out, into = os.pipe()
+    master, slave = os.openpty()
+    tty.setraw(slave)
+    here, there = socket.socketpair()
+    number = signal.SIGRTMIN + 3
+    signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+    signals = ctypes.CDLL(None).signalfd(-1, struct.pack("Q", 1 << (number - 1)), os.O_NONBLOCK)
+    ends = {fifo: fifo, out: into, slave: master, here.fileno(): there.fileno()}
+    for end in ends:
+        fcntl.fcntl(end, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(end, fcntl.F_SETSIG, number)
+        fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) | os.O_ASYNC)
+
+    def check(_):
+        for end, other in ends.items():
+            os.write(other, b"x")
+            need(select.select([signals], [], [], 5)[0], "no signal for descriptor", end)
+            need(os.read(end, 1) == b"x", "another byte")
+            while select.select([signals], [], [], 0)[0]:
+                # struct signalfd_siginfo: the descriptor is behind five numbers.
+                found = struct.unpack("6i", os.read(signals, 128)[:24])[5]
+                need(found == end, "the signal names descriptor", found, "and not", end)
+
+    count(check)
+
+
 def lease(kind):
     """Any open(2) by somebody else breaks a write lease, with a signal that ends the job; a read lease, one for writing."""
     with open(path("leased"), "wb") as file:
@@ -1583,6 +1613,7 @@ KINDS = {
     "sent": sent,
     "outside": outside,
     "renamed-socket": renamed_socket,
+    "async-input": async_input,
     "plain": count,
     "threads": lambda: threads(8),
     "200-threads": lambda: threads(200),

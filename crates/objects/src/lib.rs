@@ -22,6 +22,7 @@ mod put_back;
 mod read;
 mod record;
 mod settings;
+pub mod signals;
 pub mod table;
 
 pub use advice::Advice;

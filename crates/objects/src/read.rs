@@ -24,6 +24,7 @@ use rekindle_os::process as os_process;
 
 use crate::advice::Advice;
 use crate::record::{self, Record};
+use crate::signals;
 
 /// What was read, as the kernel gave it.
 #[derive(Debug)]
@@ -57,6 +58,21 @@ impl Raw {
     /// Adds what was read while the job ran.
     pub fn add(&mut self, advice: Advice) {
         self.advice = advice;
+    }
+
+    /// Lets descriptors with O_ASYNC send their signals as before: CRIU takes the flag from terminals and sets it again, so that
+    /// their signals would name one of its own descriptors.
+    pub fn send_signals_again(&self) {
+        for process in &self.processes {
+            let sends = |raw: &&descriptor::Raw| {
+                let flags = raw.info.lines().find_map(|line| line.strip_prefix("flags:"));
+                flags.is_some_and(|flags| signals::sends(flags.trim()))
+            };
+            let numbers: Vec<i32> = process.descriptors.iter().filter(sends).map(|raw| raw.number).collect();
+            if !numbers.is_empty() {
+                signals::send(process.pid, &numbers);
+            }
+        }
     }
 
     /// Makes the record of it.

@@ -3,7 +3,7 @@
 #![allow(unsafe_code, reason = "system calls that the libraries do not have; each block says why it is sound")]
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 /// `IOPRIO_WHO_PROCESS` of linux/ioprio.h: one thread.
 const ONE_THREAD: libc::c_long = 1;
@@ -103,6 +103,31 @@ pub fn set_number(descriptor: &impl AsFd, command: i32, number: i32) -> io::Resu
         -1 => Err(io::Error::last_os_error()),
         _ => Ok(()),
     }
+}
+
+/// Lets a descriptor with O_ASYNC send its signals, which name `number` as the descriptor (fcntl(2), `F_SETSIG`): the kernel
+/// remembers the number that the process had that turned them on.
+///
+/// # Errors
+/// The kernel's: not every file sends signals (ENOTTY), and `number` can be above our limit of descriptors (EBADF).
+pub fn send_signals(descriptor: &OwnedFd, number: i32) -> io::Result<()> {
+    let turn_on = || {
+        // From here on this thread has a table of descriptors of its own, where that number is free to be taken.
+        nix::sched::unshare(nix::sched::CloneFlags::CLONE_FILES)?;
+        // SAFETY: whatever had the number in this table is closed, and nobody else has this table.
+        if unsafe { libc::dup2(descriptor.as_raw_fd(), number) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: open until the thread ends, and only used while it lives.
+        let here = unsafe { BorrowedFd::borrow_raw(number) };
+        let flags = self::number(&here, libc::F_GETFL)?;
+        set_number(&here, libc::F_SETFL, flags & !libc::O_ASYNC)?;
+        set_number(&here, libc::F_SETFL, flags | libc::O_ASYNC)
+    };
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().spawn_scoped(scope, turn_on)?;
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
 }
 
 /// A length that ioctl(2) tells: `FIONREAD`, `TIOCOUTQ`.
@@ -212,6 +237,43 @@ mod tests {
         });
         set.join().unwrap();
         assert_eq!(io_priority(i32::MAX).unwrap_err().raw_os_error(), Some(libc::ESRCH));
+    }
+
+    #[test]
+    fn signals_come_again_and_name_the_number_that_is_said() {
+        use nix::sys::signal::{SigSet, SigmaskHow, Signal, pthread_sigmask};
+        use nix::sys::signalfd::{SfdFlags, SignalFd};
+        let mut signals = SigSet::empty();
+        signals.add(Signal::SIGUSR2);
+        // Of this thread only: it gets them.
+        pthread_sigmask(SigmaskHow::SIG_BLOCK, Some(&signals), None).unwrap();
+        let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_NONBLOCK).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("fifo");
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let mut options = std::fs::File::options();
+        let mut fifo = options.read(true).write(true).open(&path).unwrap();
+        #[repr(C)]
+        struct Owner(libc::c_int, libc::pid_t);
+        let owner = Owner(0, nix::unistd::gettid().as_raw());
+        // SAFETY: F_SETOWN_EX (15) reads a live struct.
+        assert_eq!(unsafe { libc::fcntl(fifo.as_raw_fd(), 15, &raw const owner) }, 0);
+        set_number(&fifo, 10, libc::SIGUSR2).unwrap();
+        let named = |fifo: &mut std::fs::File| {
+            std::io::Write::write_all(fifo, b"x").unwrap();
+            std::io::Read::read_exact(fifo, &mut [0]).unwrap();
+            let mut last = None;
+            while let Some(found) = signals.read_signal().unwrap() {
+                last = Some(found.ssi_fd);
+            }
+            last
+        };
+        assert_eq!(named(&mut fifo), None);
+        let descriptor = OwnedFd::from(fifo.try_clone().unwrap());
+        send_signals(&descriptor, 77).unwrap();
+        assert_eq!(named(&mut fifo), Some(77));
+        send_signals(&descriptor, 5).unwrap();
+        assert_eq!(named(&mut fifo), Some(5), "again, and the descriptors of this process are as they were");
     }
 
     #[test]

@@ -60,6 +60,7 @@ kinds! {
     terminals_of_the_job_in_several_sessions: "terminals",
     unix_sockets_whose_paths_were_removed_or_replaced: "moved-sockets",
     a_unix_socket_that_was_renamed: "renamed-socket",
+    signals_for_what_arrives: "async-input",
     unix_datagrams_that_wait_with_their_senders: "datagrams",
     unix_datagrams_behind_an_empty_one_in_a_pair: "empty-datagram",
     terminals_with_what_nobody_has_read_yet: "unread-terminals",

@@ -19,6 +19,7 @@ use rekindle_criu::image::LostLocks;
 use rekindle_objects::table::{How, Means};
 use rekindle_objects::{
     Advice, Answers, Damaged, Difference, FILE_NAME, MAX_BYTES, Mapping, Raw, Record, Rights, compare, put_back,
+    signals,
 };
 use rekindle_os::beneath::Beneath;
 use rekindle_os::process;
@@ -76,6 +77,7 @@ impl Photographed {
 
     /// Reads it again, before the tasks run on.
     pub(crate) fn read_again(&mut self, root: i32) {
+        self.before.send_signals_again();
         self.after = Some(Raw::read(&process::tree(root)));
     }
 
@@ -233,6 +235,7 @@ impl Recorded {
             now_has
         };
         let (rights, taken) = (now.rights, now.locks);
+        signals::send_again(record, &tree);
         let mut now = read();
         let mut found = differences(record, &now, manifest);
         if found.iter().any(|difference| difference.row.means == Means::PutBack) {

@@ -369,6 +369,7 @@ impl Still<'_, '_> {
         if restarted > 0 {
             tracing::debug!(restarted, "corrected timers that had fired");
         }
+        criu::image::open_without_signals(self.dir).map_err(|e| chain(&e))?;
         let described = eventfds::describe(self.dir, tree).map_err(|e| chain(&e))?;
         if described > 0 {
             tracing::debug!(described, "described eventfds that CRIU would not make as they are");
