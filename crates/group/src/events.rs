@@ -4,10 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::documents::{
-    Ask, Costs, End, Ending, Epoch, GroupImage, Incarnation, Number, Part, Plan, Progress, Report, StartFrom,
-    Versioned, View,
-};
+use crate::documents::{Ask, Costs, End, Ending, GroupImage, Part, Plan, Progress, Report, StartFrom, Versioned, View};
+use crate::ids::{Epoch, Incarnation, Number};
 
 /// An event for the machine.
 #[derive(Debug, Clone, PartialEq, Eq)]

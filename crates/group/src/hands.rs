@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use crate::documents::{
-    Blame, End, Ending, Fault, Goal, Incarnation, Last, Number, Part, Plan, Rank, Report, State, Then, View,
-};
+use crate::documents::{Blame, End, Ending, Fault, Goal, Last, Part, Plan, Report, State, Then, View};
+use crate::ids::{Incarnation, Number, Rank};
 use crate::options::Options;
 
 /// A member of the present epoch.

@@ -3,10 +3,10 @@
 use std::collections::BTreeSet;
 
 use crate::documents::{
-    End, Goal, GroupImage, Left, Number, Part, Plan, Progress, Rank, Replica, Replicated, StartFrom, Stored, Versioned,
-    View,
+    End, Goal, GroupImage, Left, Part, Plan, Progress, Replica, Replicated, StartFrom, Stored, Versioned, View,
 };
 use crate::events::Write;
+use crate::ids::{Number, Rank};
 use crate::options::Options;
 
 /// A group image with this many points against it is passed over.

@@ -1,6 +1,7 @@
 //! The job of a member, as its own supervisor sees it, and what of that is reported.
 
-use crate::documents::{Ending, Number, Part, State};
+use crate::documents::{Ending, Part, State};
+use crate::ids::Number;
 
 /// The job of this member.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -10,14 +10,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::documents::{
-    Aim, Ask, End, Ending, Epoch, Fresh, Goal, GroupImage, Incarnation, Left, Number, Part, Past, Plan, Rank, Refusal,
-    Replica, Report, StartFrom, State, Then, View,
+    Aim, Ask, End, Ending, Fresh, Goal, GroupImage, Left, Part, Past, Plan, Refusal, Replica, Report, StartFrom, State,
+    Then, View,
 };
 use crate::events::Write;
 use crate::hands::{
     Hand, Loss, behind, dumped, given_up, hands, late, loss, misfit, missing, names, nothing_runs, refusal,
     still_running,
 };
+use crate::ids::{Epoch, Incarnation, Number, Rank};
 use crate::images;
 use crate::options::{ColdStart, Options};
 use crate::reasons;

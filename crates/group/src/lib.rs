@@ -45,6 +45,7 @@
 mod documents;
 mod events;
 mod hands;
+mod ids;
 mod images;
 mod job;
 mod leader;
@@ -59,11 +60,12 @@ mod simulator;
 mod tests;
 
 pub use documents::{
-    Aim, Ask, Asked, Blame, Costs, Counted, End, Ending, Epoch, Fault, Fresh, Goal, GroupImage, Incarnation, Last,
-    LastSnapshot, Left, Number, Part, Past, Plan, Progress, Rank, Refusal, Replica, Replicated, Report, Rewound,
-    StartFrom, State, Stored, Then, Versioned, View,
+    Aim, Ask, Asked, Blame, Costs, Counted, End, Ending, Fault, Fresh, Goal, GroupImage, Last, LastSnapshot, Left,
+    Part, Past, Plan, Progress, Refusal, Replica, Replicated, Report, Rewound, StartFrom, State, Stored, Then,
+    Versioned, View,
 };
 pub use events::{Action, Answer, Event, Local, Order, Write};
+pub use ids::{Epoch, Incarnation, Number, Rank};
 pub use images::{continues_from, fetching, newest_committed, trusted, usable, whole_in_replica};
 pub use machine::Machine;
 pub use options::{ColdStart, Limits, Options, Restart};

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::documents::{Ask, Asked, Epoch, Fresh, Incarnation, Number, Report, Rewound, View};
+use crate::documents::{Ask, Asked, Fresh, Report, Rewound, View};
 use crate::events::{Action, Answer, Event, Write};
+use crate::ids::{Epoch, Incarnation, Number};
 use crate::leader::Leading;
 use crate::member::Member;
 use crate::options::Options;

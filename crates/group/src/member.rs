@@ -6,10 +6,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
 use crate::documents::{
-    Ask, Asked, Blame, Costs, End, Ending, Epoch, Fresh, Goal, Incarnation, Number, Plan, Progress, Rank, Replica,
-    Replicated, Report, Rewound, StartFrom, Stored, View,
+    Ask, Asked, Blame, Costs, End, Ending, Fresh, Goal, Plan, Progress, Replica, Replicated, Report, Rewound,
+    StartFrom, Stored, View,
 };
 use crate::events::{Local, Order, Write};
+use crate::ids::{Epoch, Incarnation, Number, Rank};
 use crate::images;
 use crate::job::Job;
 use crate::options::Options;

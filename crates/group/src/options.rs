@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::documents::Rank;
+use crate::ids::Rank;
 
 /// The settings of a group. All members must have the same.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 //! They are sentences for people, in the plan's [`Goal`](crate::Goal). A supervisor that reports them must tell a loss
 //! from what somebody asked for, and name the machine.
 
-use crate::documents::Rank;
+use crate::ids::Rank;
 
 /// The coordinator has no plan yet.
 pub(crate) const BEGINS: &str = "the group begins";

@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use crate::documents::{
-    Ask, Asked, Ending, Epoch, Goal, Incarnation, Plan, Rank, Report, StartFrom, State, Then, View,
-};
+use crate::documents::{Ask, Asked, Ending, Goal, Plan, Report, StartFrom, State, Then, View};
+use crate::ids::{Epoch, Incarnation, Rank};
 use crate::images;
 
 /// Whether the leader serves this request, as far as this view tells. A supervisor asks this before it passes a request

@@ -9,10 +9,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::documents::{
-    Ask, Blame, End, Ending, Epoch, Goal, GroupImage, Incarnation, Last, Number, Part, Plan, Progress, Rank, Replica,
-    Replicated, Report, StartFrom, State, Stored, Versioned,
+    Ask, Blame, End, Ending, Goal, GroupImage, Last, Part, Plan, Progress, Replica, Replicated, Report, StartFrom,
+    State, Stored, Versioned,
 };
 use crate::events::{Action, Answer, Event, Local, Order, Write};
+use crate::ids::{Epoch, Incarnation, Number, Rank};
 use crate::machine::Machine;
 use crate::options::ColdStart;
 use crate::simulator::coordinator::{Coordinator, TTL};

@@ -3,8 +3,9 @@
 use std::time::{Duration, Instant};
 
 use super::{Leading, missed, why};
-use crate::documents::{Counted, Epoch, Fault, Goal, Number, Plan, StartFrom, Then, View};
+use crate::documents::{Counted, Fault, Goal, Plan, StartFrom, Then, View};
 use crate::hands::Loss;
+use crate::ids::{Epoch, Number};
 use crate::options::Options;
 
 /// Points against a group image if an epoch that started from it fails, early or later, before a newer one was taken.

@@ -3,9 +3,10 @@
 use std::time::Instant;
 
 use super::{Member, seen};
-use crate::documents::{End, Fresh, Goal, Plan, Rank, Report, View};
+use crate::documents::{End, Fresh, Goal, Plan, Report, View};
 use crate::events::Order;
 use crate::hands::names;
+use crate::ids::Rank;
 use crate::options::Options;
 use crate::requests::is_of_run;
 

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::plants::Plant;
-use crate::documents::{Incarnation, Number, Rank, Versioned, View};
+use crate::documents::{Versioned, View};
 use crate::events::{Answer, Write};
+use crate::ids::{Incarnation, Number, Rank};
 
 /// How long a lease lives without a renewal.
 pub(crate) const TTL: Duration = Duration::from_secs(10);

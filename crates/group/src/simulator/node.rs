@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use crate::documents::{End, Epoch, Goal, Incarnation, Number, Part, Progress, Rank, Replicated, Rewound, Stored};
+use crate::documents::{End, Goal, Part, Progress, Replicated, Rewound, Stored};
+use crate::ids::{Epoch, Incarnation, Number, Rank};
 use crate::machine::Machine;
 use crate::options::{ColdStart, Limits, Options, Restart};
 

@@ -4,7 +4,7 @@ use std::ops::{Deref, Index, IndexMut};
 use std::time::Instant;
 
 use super::node::{Cable, Node};
-use crate::documents::Rank;
+use crate::ids::Rank;
 
 /// One for each rank, then the machines that replaced others. Most events change nothing that a rule looks at: this
 /// notices the others. Whoever may change a machine takes it with [`IndexMut`].

@@ -7,9 +7,8 @@ use std::time::{Duration, Instant};
 use super::Facts;
 use super::coordinator::Coordinator;
 use super::node::{Cable, Node, Piece};
-use crate::documents::{
-    Ask, End, Epoch, Goal, GroupImage, Incarnation, Number, Part, Plan, Rank, Replica, StartFrom, View,
-};
+use crate::documents::{Ask, End, Goal, GroupImage, Part, Plan, Replica, StartFrom, View};
+use crate::ids::{Epoch, Incarnation, Number, Rank};
 use crate::images::PASSED_OVER;
 use crate::options::ColdStart;
 use crate::requests::Outcome;

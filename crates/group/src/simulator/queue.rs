@@ -5,8 +5,8 @@ use std::collections::BinaryHeap;
 use std::time::{Duration, Instant};
 
 use super::faults::Fault;
-use crate::documents::{Incarnation, Number};
 use crate::events::{Event, Write};
+use crate::ids::{Incarnation, Number};
 
 #[derive(Debug, Clone)]
 pub(super) enum Happening {

@@ -5,8 +5,9 @@ use super::super::oracle::newest_whole;
 use super::super::plants::Plant;
 use super::super::queue::{Happening, Request, Step};
 use super::World;
-use crate::documents::{Blame, End, Ending, Fault, Number, Part, StartFrom};
+use crate::documents::{Blame, End, Ending, Fault, Part, StartFrom};
 use crate::events::{Event, Local, Order};
+use crate::ids::Number;
 use crate::images;
 
 impl World {

@@ -7,8 +7,9 @@ use super::super::faults::Fault;
 use super::super::node::{Cable, Kept, Node};
 use super::super::queue::{Happening, Step};
 use super::{SETTLED, World};
-use crate::documents::{Ask, Ending, Epoch, Number};
+use crate::documents::{Ask, Ending};
 use crate::events::{Event, Local};
+use crate::ids::{Epoch, Number};
 
 /// A job that was stuck takes up to a second to end, afterwards.
 const LETS_GO: Duration = Duration::from_secs(2);
