@@ -28,7 +28,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use self::costs::Pace;
-use self::ends::finish;
+use self::ends::queued_again;
 use self::memory::{Memory, remember};
 use self::replica::{Fetched, Listed, Remote};
 use self::requests::Requests;
@@ -47,7 +47,8 @@ use crate::telemetry::events::What;
 use rekindle_base::interval::Choice;
 use rekindle_engine::launch::group::Plan;
 use rekindle_group::{
-    Action, Blame, Costs, End, Ending, Epoch, Fault, Goal, Incarnation, LastSnapshot, Local, Machine, Number, Rank,
+    Action, Blame, Costs, Ending, Epoch, Fault, Goal, Incarnation, LastSnapshot, Local, Machine, Number, Rank,
+    StartFailure,
 };
 use rekindle_os::fence::Fence;
 use rekindle_store::ImageId;
@@ -334,7 +335,7 @@ impl Owner<'_> {
             }
             CoordinatorEvent::Missing { why } => {
                 let why = format!("the group's coordinator did not answer in time: {why}");
-                return self.step(Event::Over(finish(End::Missing { why }, None)));
+                return self.step(Event::Over(queued_again(why)));
             }
             CoordinatorEvent::Failed { why } => {
                 let why = format!("the group's coordinator: {why}");
@@ -489,7 +490,7 @@ impl Owner<'_> {
     }
 
     pub(super) fn group_not_started(&mut self, why: String, (blame, fault): (Blame, Fault)) {
-        self.report_to_group(Local::Ended(Ending::NotStarted { why, blame, fault }));
+        self.report_to_group(Local::Ended(Ending::NotStarted { why: StartFailure::Other(why.into()), blame, fault }));
     }
 
     /// A snapshot was taken.
@@ -507,7 +508,7 @@ impl Owner<'_> {
         if orders.is_kept {
             self.report_to_group(Local::Gone(orders.number));
         }
-        self.report_to_group(Local::Refused(orders.number, why));
+        self.report_to_group(Local::refused(orders.number, why));
     }
 
     /// It is tried again to store an image: meanwhile the group takes no snapshot.

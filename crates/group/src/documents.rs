@@ -8,6 +8,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::ids::{Epoch, Incarnation, Number, Rank};
+use crate::reasons::{Detail, Failure, Mismatch, Missing, Reason, RequestRefusal, SnapshotRefusal, StartFailure};
 
 /// One member's part of a group image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -101,8 +102,8 @@ pub enum Ending {
     Completed,
     /// It crashed, hung, or a rank of it died.
     Failed {
-        /// The reason, for people.
-        why: String,
+        /// How.
+        why: Detail,
         /// Its exit code or signal.
         #[serde(default)]
         last: Option<Last>,
@@ -112,16 +113,16 @@ pub enum Ending {
     },
     /// It failed, and the member's configuration says that it is not to be started again.
     GivenUp {
-        /// The reason, for people.
-        why: String,
+        /// How.
+        why: Detail,
         /// Its exit code or signal.
         #[serde(default)]
         last: Option<Last>,
     },
     /// It could not be started.
     NotStarted {
-        /// The reason, for people.
-        why: String,
+        /// Why.
+        why: StartFailure,
         /// What has to change.
         #[serde(default)]
         blame: Blame,
@@ -134,14 +135,14 @@ pub enum Ending {
 impl Ending {
     /// It failed by itself.
     #[must_use]
-    pub fn failed(why: impl Into<String>, last: Option<Last>) -> Ending {
+    pub fn failed(why: impl Into<Detail>, last: Option<Last>) -> Ending {
         Ending::Failed { why: why.into(), last, fault: Fault::Job }
     }
 
     /// It could not be started.
     #[must_use]
-    pub fn not_started(why: impl Into<String>, blame: Blame) -> Ending {
-        Ending::NotStarted { why: why.into(), blame, fault: Fault::Job }
+    pub fn not_started(why: StartFailure, blame: Blame) -> Ending {
+        Ending::NotStarted { why, blame, fault: Fault::Job }
     }
 }
 
@@ -193,7 +194,7 @@ pub enum State {
     /// It was dumped; its cable is still out.
     Dumped(Number, Part),
     /// It cannot take part in this snapshot, and continues.
-    Refused(Number, String),
+    Refused(Number, SnapshotRefusal),
     /// It is being ended.
     Ending,
     /// It is over; nothing runs.
@@ -354,13 +355,13 @@ pub enum End {
     },
     /// The run has waited in vain for something that another run may find.
     Missing {
-        /// The reason, for people.
-        why: String,
+        /// What.
+        why: Missing,
     },
     /// The job is given up.
     Failed {
-        /// The reason, for people.
-        why: String,
+        /// Why.
+        why: Failure,
         /// How the job ended last.
         #[serde(default)]
         last: Option<Last>,
@@ -368,13 +369,15 @@ pub enum End {
     /// This member does not fit into the group, and leaves; or, in a plan, the group images do not fit the group, or an
     /// image does not fit the configuration of its machine.
     Refused {
-        /// The reason, for people.
-        why: String,
+        /// Why.
+        why: Mismatch,
     },
     /// A group image does not fit a machine: somebody has to change the machine, or to decide what to start from.
     Misfit {
-        /// The reason, for people.
-        why: String,
+        /// The machine.
+        rank: Rank,
+        /// Why.
+        why: StartFailure,
     },
 }
 
@@ -391,9 +394,10 @@ impl fmt::Display for End {
         match self {
             End::Completed => f.write_str("the job completed"),
             End::Stopped { .. } => f.write_str("the run was stopped"),
-            End::Missing { why } | End::Failed { why, .. } | End::Refused { why } | End::Misfit { why } => {
-                f.write_str(why)
-            }
+            End::Missing { why } => why.fmt(f),
+            End::Failed { why, .. } => why.fmt(f),
+            End::Refused { why } => why.fmt(f),
+            End::Misfit { rank, why } => write!(f, "{rank}: {why}"),
         }
     }
 }
@@ -419,8 +423,8 @@ pub enum Then {
 pub enum Goal {
     /// End the job. A new epoch begins once all members are there.
     Gather {
-        /// The reason, for people.
-        why: String,
+        /// The reason.
+        why: Reason,
     },
     /// End the job, and wait for a request.
     Suspended,
@@ -440,8 +444,8 @@ pub enum Goal {
     Abort {
         /// The number of the snapshot.
         number: Number,
-        /// The reason, for people.
-        why: String,
+        /// The reason.
+        why: Reason,
     },
     /// End the job, and leave.
     End(End),
@@ -517,7 +521,7 @@ pub struct Plan {
     pub served: BTreeMap<Incarnation, u64>,
     /// Of these requests, those that were refused.
     #[serde(default)]
-    pub refused: BTreeMap<Incarnation, Refusal>,
+    pub refused: BTreeMap<Incarnation, RefusedRequest>,
 }
 
 /// What a failure of the job has counted. If a member of its epoch is lost too before the next start, it is taken back: the
@@ -545,13 +549,13 @@ impl Plan {
     }
 }
 
-/// Why a request was refused.
+/// A request that was refused.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Refusal {
-    /// The number of the request.
+pub struct RefusedRequest {
+    /// Its number.
     pub number: u64,
-    /// The reason, for people.
-    pub why: String,
+    /// Why.
+    pub why: RequestRefusal,
 }
 
 /// A rewind until the job runs.

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use crate::documents::{Ask, Costs, End, Ending, GroupImage, Part, Plan, Progress, Report, StartFrom, Versioned, View};
 use crate::ids::{Epoch, Incarnation, Number};
+use crate::reasons::{Detail, SnapshotRefusal};
 
 /// An event for the machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -52,7 +53,7 @@ pub enum Local {
     /// It was dumped and continues; its cable is still out.
     Dumped(Number, Part),
     /// It cannot take part in this snapshot: everything is undone, and the cable is in.
-    Refused(Number, String),
+    Refused(Number, SnapshotRefusal),
     /// The snapshot is undone, and the cable is in.
     Aborted(Number),
     /// It is over, or could not be started. Nothing runs.
@@ -77,6 +78,14 @@ pub enum Local {
     Done,
     /// The parts that it can restore: the answer to [`Order::List`].
     Parts(BTreeMap<Number, Progress>),
+}
+
+impl Local {
+    /// The job cannot take part in this snapshot, for a reason that the machine says.
+    #[must_use]
+    pub fn refused(number: Number, why: impl Into<Detail>) -> Local {
+        Local::Refused(number, SnapshotRefusal::Other(why.into()))
+    }
 }
 
 /// An answer of the machine.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::documents::{Blame, End, Ending, Fault, Goal, Last, Part, Plan, Report, State, Then, View};
 use crate::ids::{Incarnation, Number, Rank};
 use crate::options::Options;
+use crate::reasons::{Failure, Mismatch, Phase, Reason};
 
 /// A member of the present epoch.
 #[derive(Debug, Clone, Copy)]
@@ -18,11 +19,11 @@ pub(crate) struct Hand<'a> {
 /// What happened to the epoch.
 pub(crate) enum Loss {
     /// A machine, a supervisor or its connection.
-    Member(String),
+    Member(Reason),
     /// A machine cannot run the job now. Neither the job nor a group image is to blame.
-    Machine(String),
+    Machine(Reason),
     /// The job, or the group image that it started from.
-    Job(String, Option<Last>, Fault),
+    Job(Reason, Option<Last>, Fault),
 }
 
 /// The members of the epoch of this plan.
@@ -38,20 +39,20 @@ pub(crate) fn hands<'a>(view: &'a View, plan: &Plan) -> Vec<Hand<'a>> {
 pub(crate) fn loss(hands: &[Hand<'_>], plan: &Plan) -> Option<Loss> {
     let of = |hand: &Hand<'_>| {
         let rank = hand.rank;
-        let Some(report) = hand.report else { return Some(Loss::Member(format!("{rank} is lost"))) };
+        let Some(report) = hand.report else { return Some(Loss::Member(Reason::MemberLost(rank))) };
         if report.epoch != plan.epoch {
             return None;
         }
         match &report.state {
             State::Over(Ending::Failed { why, last, fault }) => {
-                Some(Loss::Job(format!("{rank}: {why}"), *last, *fault))
+                Some(Loss::Job(Reason::JobFailed { rank, why: why.clone() }, *last, *fault))
             }
-            State::Over(Ending::NotStarted { why, blame: Blame::Image, fault }) => {
-                Some(Loss::Job(format!("{rank}: {why}"), None, *fault))
+            State::Over(Ending::NotStarted { why, blame, fault }) => {
+                let why = Reason::NotStarted { rank, why: why.clone() };
+                Some(if *blame == Blame::Image { Loss::Job(why, None, *fault) } else { Loss::Machine(why) })
             }
-            State::Over(Ending::NotStarted { why, .. }) => Some(Loss::Machine(format!("{rank}: {why}"))),
             // It could not renew its lease in time.
-            State::Idle | State::Ending => Some(Loss::Member(format!("{rank} ended its job: it lost the coordinator"))),
+            State::Idle | State::Ending => Some(Loss::Member(Reason::CoordinatorLost(rank))),
             _ => None,
         }
     };
@@ -67,12 +68,14 @@ pub(crate) fn loss(hands: &[Hand<'_>], plan: &Plan) -> Option<Loss> {
 
 /// Why a member has given up the job of this epoch, and how its job ended. The others may have failed before, because of
 /// its end.
-pub(crate) fn given_up(hands: &[Hand<'_>], plan: &Plan) -> Option<(String, Option<Last>)> {
+pub(crate) fn given_up(hands: &[Hand<'_>], plan: &Plan) -> Option<(Failure, Option<Last>)> {
     if matches!(plan.goal, Goal::Suspended | Goal::End(_)) || matches!(plan.then, Then::Stop { .. }) {
         return None;
     }
     let of = |hand: &Hand<'_>| match hand.report.filter(|report| report.epoch == plan.epoch).map(|it| &it.state) {
-        Some(State::Over(Ending::GivenUp { why, last })) => Some((format!("{}: {why}", hand.rank), *last)),
+        Some(State::Over(Ending::GivenUp { why, last })) => {
+            Some((Failure::Never { rank: hand.rank, why: why.clone() }, *last))
+        }
         _ => None,
     };
     hands.iter().find_map(of)
@@ -86,11 +89,11 @@ pub(crate) fn misfit(hands: &[Hand<'_>], plan: &Plan) -> Option<End> {
     }
     let of = |hand: &Hand<'_>| match hand.report.filter(|report| report.epoch == plan.epoch).map(|it| &it.state) {
         Some(State::Over(Ending::NotStarted { why, blame, .. })) => {
-            let why = format!("{}: {why}", hand.rank);
+            let (rank, why) = (hand.rank, why.clone());
             match blame {
                 Blame::Machine | Blame::Image => None,
-                Blame::Misfit => Some(End::Misfit { why }),
-                Blame::Configuration => Some(End::Refused { why }),
+                Blame::Misfit => Some(End::Misfit { rank, why }),
+                Blame::Configuration => Some(End::Refused { why: Mismatch::Configuration { rank, why } }),
             }
         }
         _ => None,
@@ -99,10 +102,12 @@ pub(crate) fn misfit(hands: &[Hand<'_>], plan: &Plan) -> Option<End> {
 }
 
 /// Why a snapshot cannot continue.
-pub(crate) fn refusal(hands: &[Hand<'_>], number: Number) -> Option<String> {
+pub(crate) fn refusal(hands: &[Hand<'_>], number: Number) -> Option<Reason> {
     let of = |hand: &Hand<'_>| match &hand.report?.state {
-        State::Refused(refused, why) if *refused == number => Some(format!("{}: {why}", hand.rank)),
-        State::Over(_) => Some(format!("{}: its job is over", hand.rank)),
+        State::Refused(refused, why) if *refused == number => {
+            Some(Reason::Refused { rank: hand.rank, why: why.clone() })
+        }
+        State::Over(_) => Some(Reason::JobOver(hand.rank)),
         _ => None,
     };
     hands.iter().find_map(of)
@@ -116,8 +121,8 @@ pub(crate) fn dumped(hand: Hand<'_>, number: Number) -> Option<(Rank, Part)> {
     }
 }
 
-/// The members that have not done what the plan demands, for a message.
-pub(crate) fn late(hands: &[Hand<'_>], plan: &Plan) -> String {
+/// The members that have not done what the plan demands, and did not do it in time.
+pub(crate) fn late(hands: &[Hand<'_>], plan: &Plan, phase: Phase) -> Reason {
     let is_late = |hand: &&Hand<'_>| {
         let done = |report: &Report| match (&plan.goal, &report.state) {
             _ if report.seen < plan.serial => false,
@@ -129,7 +134,7 @@ pub(crate) fn late(hands: &[Hand<'_>], plan: &Plan) -> String {
         };
         !hand.report.is_some_and(done)
     };
-    names(hands.iter().filter(is_late).map(|hand| hand.rank)).unwrap_or_else(|| "the group".into())
+    Reason::TimedOut { phase, ranks: hands.iter().filter(is_late).map(|hand| hand.rank).collect() }
 }
 
 /// Whether no process of the epoch exists, and no member will start one for an older plan.
@@ -139,9 +144,9 @@ pub(crate) fn nothing_runs(view: &View, plan: &Plan) -> bool {
     view.members.values().all(|report| is_over(report))
 }
 
-/// The members that report a job which is not over, for a message.
-pub(crate) fn still_running(view: &View) -> Option<String> {
-    names(view.members.iter().filter(|(_, report)| !report.state.nothing_runs()).map(|(rank, _)| *rank))
+/// The members that report a job which is not over.
+pub(crate) fn still_running(view: &View) -> Vec<Rank> {
+    view.members.iter().filter(|(_, report)| !report.state.nothing_runs()).map(|(rank, _)| *rank).collect()
 }
 
 /// The members that have not seen this plan, although they have a lease: nothing that they report can be relied on. The
@@ -152,12 +157,7 @@ pub(crate) fn behind<'a>(view: &'a View, plan: &'a Plan) -> impl Iterator<Item =
     behind.map(|(rank, report)| (*rank, report.incarnation))
 }
 
-/// The members that are not there, for a message.
-pub(crate) fn missing(view: &View, options: &Options) -> Option<String> {
-    names((0..options.size).map(Rank).filter(|rank| !view.members.contains_key(rank)))
-}
-
-pub(crate) fn names(ranks: impl Iterator<Item = Rank>) -> Option<String> {
-    let names: Vec<String> = ranks.map(|rank| rank.to_string()).collect();
-    (!names.is_empty()).then(|| names.join(", "))
+/// The members that are not there.
+pub(crate) fn missing(view: &View, options: &Options) -> Vec<Rank> {
+    (0..options.size).map(Rank).filter(|rank| !view.members.contains_key(rank)).collect()
 }

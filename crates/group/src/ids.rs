@@ -41,3 +41,8 @@ impl fmt::Display for Epoch {
         write!(f, "epoch {}", self.0)
     }
 }
+
+/// Members, for a message.
+pub(crate) fn in_words(ranks: &[Rank]) -> String {
+    ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ")
+}

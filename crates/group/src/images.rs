@@ -8,6 +8,7 @@ use crate::documents::{
 use crate::events::Write;
 use crate::ids::{Number, Rank};
 use crate::options::Options;
+use crate::reasons::{Failure, Missing};
 
 /// A group image with this many points against it is passed over.
 pub(crate) const PASSED_OVER: u32 = 4;
@@ -208,24 +209,14 @@ pub(crate) fn choose(view: &View, plan: &Plan) -> Result<StartFrom, End> {
         (None, None) => match view.images.is_empty().then(|| without_record(view)).and_then(|all| all.first().copied())
         {
             // The coordinator has lost its data, and a machine too.
-            Some(number) if number >= floor(view, plan) => Err(End::Missing {
-                why: format!("the coordinator has no record of {number}, and not all of its parts are there"),
-            }),
+            Some(number) if number >= floor(view, plan) => Err(End::Missing { why: Missing::Record(number) }),
             _ if view.images.iter().any(|(number, it)| it.value.committed && *number >= floor(view, plan)) => {
-                Err(End::Missing { why: "the group image that the job was rewound to no longer exists".into() })
+                Err(End::Missing { why: Missing::RewoundImage })
             }
             _ => Ok(StartFrom::Beginning),
         },
-        (Some(number), _) => {
-            let why = format!("the job failed again and again after each group image, the newest of them {number}");
-            Err(End::Failed { why, last: plan.last })
-        }
-        (None, Some(number)) => Err(End::Missing {
-            why: format!(
-                "not all parts of {number} or of an older one are there: start the machines that have them, or all with \
-                --fresh, from the beginning"
-            ),
-        }),
+        (Some(number), _) => Err(End::Failed { why: Failure::EachImage(number), last: plan.last }),
+        (None, Some(number)) => Err(End::Missing { why: Missing::Parts(number) }),
     }
 }
 

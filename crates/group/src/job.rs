@@ -2,6 +2,7 @@
 
 use crate::documents::{Ending, Part, State};
 use crate::ids::Number;
+use crate::reasons::SnapshotRefusal;
 
 /// The job of this member.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -11,7 +12,7 @@ pub(crate) enum Job {
     Ready,
     Running,
     /// Runs, after it did not take part in this snapshot.
-    Refused(Number, String),
+    Refused(Number, SnapshotRefusal),
     Preparing(Number),
     Locked(Number),
     Pulling(Number),

@@ -10,19 +10,18 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::documents::{
-    Aim, Ask, End, Ending, Fresh, Goal, GroupImage, Left, Part, Past, Plan, Refusal, Replica, Report, StartFrom, State,
-    Then, View,
+    Aim, Ask, End, Ending, Fresh, Goal, GroupImage, Left, Part, Past, Plan, RefusedRequest, Replica, Report, StartFrom,
+    State, Then, View,
 };
 use crate::events::Write;
 use crate::hands::{
-    Hand, Loss, behind, dumped, given_up, hands, late, loss, misfit, missing, names, nothing_runs, refusal,
-    still_running,
+    Hand, Loss, behind, dumped, given_up, hands, late, loss, misfit, missing, nothing_runs, refusal, still_running,
 };
 use crate::ids::{Epoch, Incarnation, Number, Rank};
 use crate::images;
 use crate::options::{ColdStart, Options};
-use crate::reasons;
-use crate::requests::{admits, completed, without};
+use crate::reasons::{Failure, Mismatch, Missing, Phase, Reason, RequestRefusal, SnapshotRefusal};
+use crate::requests::{admits, completed};
 use failures::pause;
 
 /// The longest time for a stop.
@@ -127,7 +126,7 @@ impl Leading {
             match &plan.goal {
                 Goal::Abort { why, .. } => {
                     self.aborted = Some(now);
-                    self.aborts = self.aborts.saturating_add(u32::from(!why.ends_with(reasons::BLOCKED)));
+                    self.aborts = self.aborts.saturating_add(u32::from(!is_free(why)));
                     self.stop.tries += u32::from(matches!(plan.then, Then::Stop { .. }));
                 }
                 // To undo it may take as long as the pause.
@@ -239,8 +238,7 @@ impl Leading {
                     next.goal = Goal::Run;
                     next.aim = None;
                 } else if self.is_due(since + options.limits.start, now) {
-                    let why = format!("not ready in time: {}", late(&hands, plan));
-                    self.gather(next, view, Loss::Machine(why), options, now);
+                    self.gather(next, view, Loss::Machine(late(&hands, plan, Phase::Start)), options, now);
                 }
                 self.asked(view, plan, next, now);
             }
@@ -252,7 +250,7 @@ impl Leading {
                 } else if all(&|it| it.state == State::Locked(number)) {
                     next.goal = Goal::Pull(number);
                 } else if self.is_due(since + options.limits.prepare, now) {
-                    next.goal = Goal::Abort { number, why: format!("not locked in time: {}", late(&hands, plan)) };
+                    next.goal = Goal::Abort { number, why: late(&hands, plan, Phase::Lock) };
                 }
                 self.asked(view, plan, next, now);
             }
@@ -263,8 +261,7 @@ impl Leading {
                 } else if all(&|it| it.state == State::Quiet(number)) {
                     next.goal = Goal::Dump(number);
                 } else if self.is_due(since + options.limits.prepare, now) {
-                    let why = format!("not disconnected in time: {}", late(&hands, plan));
-                    next.goal = Goal::Abort { number, why };
+                    next.goal = Goal::Abort { number, why: late(&hands, plan, Phase::Disconnect) };
                 }
                 self.asked(view, plan, next, now);
             }
@@ -280,7 +277,7 @@ impl Leading {
                         GroupImage { epoch: plan.epoch, parts, committed: false, replica: Replica::No },
                     ));
                 } else if self.is_due(since + options.limits.dump, now) {
-                    next.goal = Goal::Abort { number, why: format!("not dumped in time: {}", late(&hands, plan)) };
+                    next.goal = Goal::Abort { number, why: late(&hands, plan, Phase::Dump) };
                 }
                 self.asked(view, plan, next, now);
             }
@@ -300,8 +297,7 @@ impl Leading {
                         next.then = Then::RunOn;
                     }
                 } else if self.is_due(since + options.limits.start, now) {
-                    let why = format!("not running again after a snapshot: {}", late(&hands, plan));
-                    self.gather(next, view, Loss::Machine(why), options, now);
+                    self.gather(next, view, Loss::Machine(late(&hands, plan, Phase::Resume)), options, now);
                 }
                 self.asked(view, plan, next, now);
             }
@@ -343,7 +339,7 @@ impl Leading {
         }
         if let (Then::Suspend, Some(rank)) = (next.then, completed(view, plan)) {
             let number = unused(view, plan);
-            (next.goal, next.next) = (Goal::Abort { number, why: without(rank) }, Number(number.0 + 1));
+            (next.goal, next.next) = (Goal::Abort { number, why: Reason::JobCompleted(rank) }, Number(number.0 + 1));
             return;
         }
         let can = |report: &Report| {
@@ -383,6 +379,7 @@ impl Leading {
     }
 
     fn gathering(&mut self, view: &View, plan: &Plan, next: &mut Plan, options: &Options, now: Instant) {
+        let Goal::Gather { why: last } = &plan.goal else { return };
         let silent = self.silent(view, plan, options, now);
         // Nothing has started yet since the coordinator began.
         if plan.epoch == Epoch::default() && plan.aim.is_none() {
@@ -401,29 +398,29 @@ impl Leading {
         }
         let since = self.since(now);
         // A process in an uninterruptible sleep cannot be killed.
-        if let Some(those) = still_running(view) {
+        let those = still_running(view);
+        if !those.is_empty() {
             if self.is_due(since + options.limits.wait, now) {
-                let why = format!("{those} did not end its job in time");
-                next.goal = end(view, next, End::Missing { why });
+                next.goal = end(view, next, End::Missing { why: Missing::JobEnd(those) });
             }
             return;
         }
-        if let Some(those) = silent {
-            next.goal =
-                end(view, next, End::Missing { why: format!("{those} did not report in time that nothing runs") });
+        if !silent.is_empty() {
+            next.goal = end(view, next, End::Missing { why: Missing::Report(silent) });
             return;
         }
         if self.runs_elsewhere || !nothing_runs(view, plan) {
             return;
         }
-        if let Some(those) = missing(view, options) {
+        let those = missing(view, options);
+        if !those.is_empty() {
             if self.is_due(since + options.limits.wait, now) {
-                next.goal = end(view, next, End::Missing { why: format!("{those} did not join in time") });
+                next.goal = end(view, next, End::Missing { why: Missing::Members(those) });
             }
             return;
         }
         // Not before: a machine may have been lost, and what failed because of that is taken back once its lease is over.
-        if let Some(why) = self.is_given_up(plan, options, since) {
+        if let Some(why) = self.is_given_up(plan, options, (last, since)) {
             next.goal = end(view, next, End::Failed { why, last: plan.last });
             return;
         }
@@ -453,19 +450,15 @@ impl Leading {
             // Only some were told to start from the beginning: those leave.
             return;
         }
-        if let Some((number, parts)) = images::of_another_size(view, next, options) {
-            let why = format!(
-                "{number} has parts of {parts} machines, and the group has {} (group.nodes): start it with --nodes \
-                {parts}, or all machines with --fresh, from the beginning",
-                options.size
-            );
+        if let Some((image, parts)) = images::of_another_size(view, next, options) {
+            let why = Mismatch::Size { image, parts, size: options.size };
             next.goal = end(view, next, End::Refused { why });
             return;
         }
         // With the changes of a rewind that was just requested.
         let chosen = images::choose(view, next);
         if next.aim.as_ref().is_some_and(|aim| chosen != Ok(StartFrom::Image(aim.to))) {
-            next.goal = Goal::Gather { why: missed(next, "not all of its parts are there any more") };
+            next.goal = Goal::Gather { why: missed(next, Reason::PartsGone) };
             return;
         }
         let cold_start = options.restart.cold_start;
@@ -475,20 +468,12 @@ impl Leading {
         };
         match chosen {
             Ok(StartFrom::Beginning) if cold_start == ColdStart::Never && has_begun(view) => {
-                let why = format!(
-                    "there is no group image to continue from, and restart.cold-start is \"never\"; the last time: {}",
-                    why(plan)
-                );
+                let why = Failure::NoImage { last: last.clone() };
                 next.goal = end(view, next, End::Failed { why, last: plan.last });
             }
             Ok(from) if from == StartFrom::Beginning && plan.early_cold >= options.restart.early_deaths => {
-                let why = format!(
-                    "there is no good group image, and the job died {} times within {:?} (restart.min-uptime) after a \
-                    start from the beginning; the last time: {}",
-                    plan.early_cold,
-                    options.restart.min_uptime,
-                    why(plan)
-                );
+                let (times, within) = (plan.early_cold, options.restart.min_uptime);
+                let why = Failure::EarlyDeaths { times, within, last: last.clone() };
                 next.goal = end(view, next, End::Failed { why, last: plan.last });
             }
             // Each member fetches its part while nothing runs. It says so if it cannot.
@@ -505,7 +490,7 @@ impl Leading {
 
     /// The members that have not seen the plan for too long: their supervisors hang, or cannot write. Not counted from the
     /// beginning of the goal, because each request is a new plan, which nobody has seen at first.
-    fn silent(&mut self, view: &View, plan: &Plan, options: &Options, now: Instant) -> Option<String> {
+    fn silent(&mut self, view: &View, plan: &Plan, options: &Options, now: Instant) -> Vec<Rank> {
         let since = std::mem::take(&mut self.behind);
         let mut late = Vec::new();
         for (rank, incarnation) in behind(view, plan) {
@@ -515,7 +500,7 @@ impl Leading {
                 late.push(rank);
             }
         }
-        names(late.into_iter())
+        late
     }
 
     /// `gone`: no process is there any more that was when the job was suspended.
@@ -570,7 +555,7 @@ impl Leading {
             // As of now: they may have joined since the last epoch.
             (Ask::Suspend, Goal::Gather { .. }) => (next.goal, next.crew) = (Goal::Suspended, crew(view)),
             (Ask::Suspend, _) => next.then = Then::Suspend,
-            (Ask::Resume, _) => (next.goal, next.then) = (Goal::Gather { why: reasons::RESUMED.into() }, Then::RunOn),
+            (Ask::Resume, _) => (next.goal, next.then) = (Goal::Gather { why: Reason::Resumed }, Then::RunOn),
             (ask @ (Ask::Rewind(to) | Ask::LeaveHang(to)), _) => {
                 let for_hang = matches!(ask, Ask::LeaveHang(_));
                 next.next = unused(view, plan);
@@ -587,7 +572,7 @@ impl Leading {
                     next.failures.remove(to);
                 }
                 next.aim = Some(Aim { to: *to, left, of: (who, asked.number), for_hang });
-                next.goal = Goal::Gather { why: format!("{}{to}", reasons::REWOUND) };
+                next.goal = Goal::Gather { why: Reason::Rewound(*to) };
                 next.then = Then::RunOn;
             }
         }
@@ -595,7 +580,7 @@ impl Leading {
         next.refused.retain(|incarnation, _| *incarnation != who && next.served.contains_key(incarnation));
         next.served.insert(who, asked.number);
         if let Some(why) = refused {
-            next.refused.insert(who, Refusal { number: asked.number, why });
+            next.refused.insert(who, RefusedRequest { number: asked.number, why });
         }
     }
 }
@@ -618,7 +603,7 @@ fn first_plan(origin: Incarnation) -> Plan {
         serial: 1,
         epoch: Epoch::default(),
         crew: BTreeMap::new(),
-        goal: Goal::Gather { why: reasons::BEGINS.into() },
+        goal: Goal::Gather { why: Reason::Begins },
         then: Then::RunOn,
         next: Number(1),
         from: StartFrom::Beginning,
@@ -642,7 +627,7 @@ fn first_plan(origin: Incarnation) -> Plan {
 
 /// A new run of the same group.
 fn begin_anew(next: &mut Plan) {
-    (next.goal, next.then) = (Goal::Gather { why: reasons::NEW_RUN.into() }, Then::RunOn);
+    (next.goal, next.then) = (Goal::Gather { why: Reason::NewRun }, Then::RunOn);
     next.crew.clear();
     (next.in_a_row, next.early_cold, next.last) = (0, 0, None);
     (next.lost, next.fatal) = (0, 0);
@@ -650,13 +635,13 @@ fn begin_anew(next: &mut Plan) {
     next.failures.clear();
 }
 
-/// The rewind cannot be carried out: the job continues from where it was. Returns why, for people.
-fn missed(next: &mut Plan, why: &str) -> String {
-    let Some(Aim { to, left, of: (who, number), .. }) = next.aim.take() else { return why.into() };
+/// The rewind cannot be carried out: the job continues from where it was. Returns the reason for the next start.
+fn missed(next: &mut Plan, why: Reason) -> Reason {
+    let Some(Aim { to, left, of: (who, number), .. }) = next.aim.take() else { return why };
     next.left = left;
-    let why = format!("cannot go back to {to}: {why}. The job continues from where it was");
+    let why = Reason::RewindFailed { to, why: Box::new(why) };
     if next.served.get(&who) == Some(&number) {
-        next.refused.insert(who, Refusal { number, why: why.clone() });
+        next.refused.insert(who, RefusedRequest { number, why: RequestRefusal::Failed(why.clone()) });
     }
     why
 }
@@ -677,11 +662,9 @@ fn has_begun(view: &View) -> bool {
     view.members.values().any(|report| report.begun)
 }
 
-fn why(plan: &Plan) -> &str {
-    match &plan.goal {
-        Goal::Gather { why } => why,
-        _ => "",
-    }
+/// Whether a snapshot that was aborted for this reason has cost nothing.
+fn is_free(why: &Reason) -> bool {
+    matches!(why, Reason::Refused { why: SnapshotRefusal::JobBlocks, .. })
 }
 
 /// The goal with which all members leave.

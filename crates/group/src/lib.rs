@@ -61,7 +61,7 @@ mod tests;
 
 pub use documents::{
     Aim, Ask, Asked, Blame, Costs, Counted, End, Ending, Fault, Fresh, Goal, GroupImage, Last, LastSnapshot, Left,
-    Part, Past, Plan, Progress, Refusal, Replica, Replicated, Report, Rewound, StartFrom, State, Stored, Then,
+    Part, Past, Plan, Progress, RefusedRequest, Replica, Replicated, Report, Rewound, StartFrom, State, Stored, Then,
     Versioned, View,
 };
 pub use events::{Action, Answer, Event, Local, Order, Write};
@@ -69,5 +69,7 @@ pub use ids::{Epoch, Incarnation, Number, Rank};
 pub use images::{continues_from, fetching, newest_committed, trusted, usable, whole_in_replica};
 pub use machine::Machine;
 pub use options::{ColdStart, Limits, Options, Restart};
-pub use reasons::{BLOCKED, is_loss, named_ranks};
-pub use requests::{Outcome, Pending, admits, has_job_queued_again, is_of_run, is_over_for_good, is_suspended};
+pub use reasons::{Detail, Failure, Mismatch, Missing, Phase, Reason, RequestRefusal, SnapshotRefusal, StartFailure};
+pub use requests::{
+    NotDone, Outcome, Pending, admits, has_job_queued_again, is_of_run, is_over_for_good, is_suspended,
+};

@@ -14,6 +14,7 @@ use crate::ids::{Epoch, Incarnation, Number, Rank};
 use crate::images;
 use crate::job::Job;
 use crate::options::Options;
+use crate::reasons::{SnapshotRefusal, StartFailure};
 use waits::Waits;
 
 /// What this member knows of its lease.
@@ -457,7 +458,7 @@ impl Member {
                 orders.push(Order::Dump(*number));
             }
             (Goal::Pull(number) | Goal::Dump(number), Job::Running) => {
-                self.job = Job::Refused(*number, "it was not prepared".into());
+                self.job = Job::Refused(*number, SnapshotRefusal::NotPrepared);
             }
             (Goal::Run, Job::Refused(..)) => self.job = Job::Running,
             (Goal::End(end), Job::None | Job::Over(_)) if !self.over.finished && self.transfers.storing.is_empty() => {
@@ -476,9 +477,8 @@ impl Member {
                 let ours = self.parts.get(&number).map(|progress| &progress.part);
                 let is_away = self.parts.get(&number).is_some_and(|part| part.replicated == Replicated::Only);
                 if wanted.is_none() || wanted != ours || is_away {
-                    let why = format!("this machine does not have its part of {number}");
                     // The next report says which part is there.
-                    self.job = Job::Over(Ending::not_started(why, Blame::Machine));
+                    self.job = Job::Over(Ending::not_started(StartFailure::NoPart(number), Blame::Machine));
                     return None;
                 }
                 wanted.cloned()

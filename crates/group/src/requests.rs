@@ -1,10 +1,12 @@
 //! Which requests are served, why others are not, and what becomes of one.
 
+use std::fmt;
 use std::sync::Arc;
 
-use crate::documents::{Ask, Asked, Ending, Goal, Plan, Report, StartFrom, State, Then, View};
+use crate::documents::{Ask, Asked, End, Ending, Goal, Plan, Report, StartFrom, State, Then, View};
 use crate::ids::{Epoch, Incarnation, Rank};
 use crate::images;
+use crate::reasons::{Reason, RequestRefusal};
 
 /// Whether the leader serves this request, as far as this view tells. A supervisor asks this before it passes a request
 /// on; the leader asks it again.
@@ -13,41 +15,41 @@ use crate::images;
 ///
 /// # Errors
 ///
-/// Why it is not served, in words.
-pub fn admits(view: &View, ask: &Ask) -> Result<(), String> {
+/// Why it is not served.
+pub fn admits(view: &View, ask: &Ask) -> Result<(), RequestRefusal> {
     let Some(plan) = view.plan.as_ref().map(|plan| &plan.value) else {
         return match ask {
             Ask::Stop { .. } | Ask::StopNow { .. } => Ok(()),
-            _ => Err("the group has not begun".into()),
+            _ => Err(RequestRefusal::NotBegun),
         };
     };
     match (ask, &plan.goal) {
-        (_, Goal::End(_)) => Err("the run is over".into()),
+        (_, Goal::End(_)) => Err(RequestRefusal::RunOver),
         // Also if it is being stopped already: the newest time limit counts.
         (Ask::Stop { .. } | Ask::StopNow { .. }, _) => Ok(()),
-        _ if matches!(plan.then, Then::Stop { .. }) => Err("the run is being stopped".into()),
+        _ if matches!(plan.then, Then::Stop { .. }) => Err(RequestRefusal::Stopping),
         (Ask::Rewind(to) | Ask::LeaveHang(to), _) => {
-            let Some(image) = view.images.get(to) else { return Err(format!("there is no {to}")) };
+            let Some(image) = view.images.get(to) else { return Err(RequestRefusal::NoImage(*to)) };
             if *to < images::floor(view, plan) {
-                return Err(format!("{to} is from before the job was started from the beginning (--fresh)"));
+                return Err(RequestRefusal::BeforeFresh(*to));
             }
-            let lacking: Vec<String> = images::lacking(view, &image.value).map(|rank| rank.to_string()).collect();
-            match lacking.is_empty() {
+            let ranks: Vec<Rank> = images::lacking(view, &image.value).collect();
+            match ranks.is_empty() {
                 true => Ok(()),
-                false => Err(format!("{to} cannot be used: the part of {} is not there", lacking.join(", "))),
+                false => Err(RequestRefusal::PartsMissing { image: *to, ranks }),
             }
         }
         (Ask::Resume, Goal::Suspended) => Ok(()),
-        (Ask::Resume, _) if plan.then == Then::Suspend => {
-            Err("the job is being suspended: try again when it is suspended".into())
-        }
-        (Ask::Resume, _) => Err("the job is not suspended".into()),
-        (Ask::Suspend, Goal::Suspended) => Err("the job is suspended already".into()),
-        (Ask::Snapshot, Goal::Suspended) => Err("the job is suspended: resume it first".into()),
-        (Ask::Snapshot, Goal::Gather { .. }) => Err("the job does not run: it waits to be started".into()),
-        (Ask::Snapshot, _) if plan.then == Then::Suspend => Err("the job is being suspended".into()),
+        (Ask::Resume, _) if plan.then == Then::Suspend => Err(RequestRefusal::StillSuspending),
+        (Ask::Resume, _) => Err(RequestRefusal::NotSuspended),
+        (Ask::Suspend, Goal::Suspended) => Err(RequestRefusal::SuspendedAlready),
+        (Ask::Snapshot, Goal::Suspended) => Err(RequestRefusal::Suspended),
+        (Ask::Snapshot, Goal::Gather { .. }) => Err(RequestRefusal::NotRunning),
+        (Ask::Snapshot, _) if plan.then == Then::Suspend => Err(RequestRefusal::Suspending),
         (Ask::Suspend, Goal::Gather { .. }) => Ok(()),
-        (Ask::Snapshot | Ask::Suspend, _) => completed(view, plan).map_or(Ok(()), |rank| Err(without(rank))),
+        (Ask::Snapshot | Ask::Suspend, _) => {
+            completed(view, plan).map_or(Ok(()), |rank| Err(RequestRefusal::Failed(Reason::JobCompleted(rank))))
+        }
     }
 }
 
@@ -59,11 +61,6 @@ pub(crate) fn completed(view: &View, plan: &Plan) -> Option<Rank> {
     view.members.iter().find(|(rank, report)| of_crew(rank, report) && is(report)).map(|(rank, _)| *rank)
 }
 
-/// Why there is no snapshot then.
-pub(crate) fn without(rank: Rank) -> String {
-    format!("the job of {rank} has completed, so no snapshot can be taken")
-}
-
 /// What has become of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome {
@@ -72,10 +69,48 @@ pub enum Outcome {
     /// The job does what was requested, on all machines.
     Done,
     /// It was refused, or the group could not do it.
-    Failed {
-        /// The reason, for people.
-        why: String,
-    },
+    Failed(NotDone),
+}
+
+/// Why a request was not done.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum NotDone {
+    /// This machine was no longer a member.
+    NotAMember,
+    /// The run has ended so.
+    RunOver(End),
+    /// A later request of this machine came before it was served.
+    Overtaken,
+    /// A later request was served instead.
+    Replaced,
+    /// It was refused.
+    Refused(RequestRefusal),
+    /// The group could not do it.
+    Failed(Reason),
+    /// The job could not be resumed yet.
+    NotStarted(Reason),
+    /// The job was suspended again.
+    SuspendedAgain,
+    /// The job goes back to another group image.
+    OtherRewind,
+}
+
+impl fmt::Display for NotDone {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            NotDone::NotAMember => f.write_str(
+                "this machine was no longer a member of the group; `rekindle status` shows what the job does",
+            ),
+            NotDone::RunOver(end) => write!(f, "the run is over: {end}"),
+            NotDone::Overtaken => f.write_str("another request came before it was served"),
+            NotDone::Replaced => f.write_str("another request took its place"),
+            NotDone::Refused(why) => why.fmt(f),
+            NotDone::Failed(why) => why.fmt(f),
+            NotDone::NotStarted(why) => write!(f, "the job could not be started: {why}. It is tried again"),
+            NotDone::SuspendedAgain => f.write_str("the job was suspended again"),
+            NotDone::OtherRewind => f.write_str("the job goes back to another group image instead"),
+        }
+    }
 }
 
 /// A request of this member that somebody waits for.
@@ -87,7 +122,7 @@ pub struct Pending {
     /// The epoch in which it was served, as far as we saw.
     served: Option<Epoch>,
     /// What went wrong last since then.
-    trouble: Option<String>,
+    trouble: Option<Reason>,
 }
 
 impl Pending {
@@ -105,24 +140,21 @@ impl Pending {
 
     /// Looks at a newer view. `membership` and `latest` are the present membership and its latest request.
     pub fn look(&mut self, view: &View, membership: Option<Incarnation>, latest: Option<&Asked>) -> Outcome {
-        let failed = |why: &str| Outcome::Failed { why: why.into() };
         let is_stop = matches!(self.asked.ask, Ask::Stop { .. } | Ask::StopNow { .. });
         if is_stop && self.served.is_none() && latest == Some(&self.asked) {
             let Some(membership) = membership else { return Outcome::Open };
             self.membership = membership;
         }
         if membership != Some(self.membership) {
-            return failed(
-                "this machine was no longer a member of the group; `rekindle status` shows what the job does",
-            );
+            return Outcome::Failed(NotDone::NotAMember);
         }
         let Some(plan) = view.plan.as_ref().map(|plan| &plan.value) else { return Outcome::Open };
         if let Goal::End(end) = &plan.goal {
-            return Outcome::Failed { why: format!("the run is over: {end}") };
+            return Outcome::Failed(NotDone::RunOver(end.clone()));
         }
         if plan.served.get(&self.membership).is_none_or(|served| *served < self.asked.number) {
             return match latest.is_some_and(|latest| latest.number > self.asked.number) {
-                true => failed("another request came before it was served"),
+                true => Outcome::Failed(NotDone::Overtaken),
                 false => Outcome::Open,
             };
         }
@@ -131,7 +163,7 @@ impl Pending {
         if let Goal::Abort { why, .. } | Goal::Gather { why } = &plan.goal {
             self.trouble = Some(why.clone());
         }
-        let trouble = || failed(self.trouble.as_deref().unwrap_or("another request took its place"));
+        let trouble = || Outcome::Failed(self.trouble.clone().map_or(NotDone::Replaced, NotDone::Failed));
         match (&self.asked.ask, refused) {
             // Two machines may ask for it at the same time.
             // A lost member has ended its job; our own report is awaited.
@@ -139,20 +171,18 @@ impl Pending {
                 true => Outcome::Done,
                 false => Outcome::Open,
             },
-            (_, Some(refusal)) => failed(&refusal.why),
+            (_, Some(refused)) => Outcome::Failed(NotDone::Refused(refused.why.clone())),
             (Ask::Suspend, None) if plan.then == Then::Suspend => Outcome::Open,
             (Ask::Suspend, None) => trouble(),
             (Ask::Resume, None) => match &plan.goal {
-                Goal::Gather { why } if plan.epoch > since => {
-                    failed(&format!("the job could not be started: {why}. It is tried again"))
-                }
+                Goal::Gather { why } if plan.epoch > since => Outcome::Failed(NotDone::NotStarted(why.clone())),
                 Goal::Gather { .. } | Goal::Start(_) => Outcome::Open,
-                Goal::Suspended => failed("the job was suspended again"),
+                Goal::Suspended => Outcome::Failed(NotDone::SuspendedAgain),
                 _ => Outcome::Done,
             },
             (Ask::Rewind(to) | Ask::LeaveHang(to), None) => match &plan.aim {
                 Some(aim) if aim.to == *to => Outcome::Open,
-                Some(_) => failed("the job goes back to another group image instead"),
+                Some(_) => Outcome::Failed(NotDone::OtherRewind),
                 None if runs(plan) && plan.from == StartFrom::Image(*to) => Outcome::Done,
                 None => trouble(),
             },

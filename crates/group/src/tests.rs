@@ -16,6 +16,7 @@ use crate::events::{Action, Answer, Event, Local, Order, Write};
 use crate::ids::{Epoch, Incarnation, Number, Rank};
 use crate::machine::Machine;
 use crate::options::ColdStart;
+use crate::reasons::{Failure, Mismatch, Missing, Phase, Reason, RequestRefusal, SnapshotRefusal, StartFailure};
 use crate::simulator::coordinator::{Coordinator, TTL};
 use crate::simulator::node::options;
 
@@ -245,9 +246,9 @@ fn one_that_cannot_aborts_the_snapshot_for_all() {
     group.starts();
     group.wait(INTERVAL);
     group.tell(0, Event::Local(Local::Locked(ONE)));
-    group.tell(1, Event::Local(Local::Refused(ONE, "no memory".into())));
+    group.tell(1, Event::Local(Local::refused(ONE, "no memory")));
     group.settle();
-    assert_eq!(group.goal(), Goal::Abort { number: ONE, why: "rank 1: no memory".into() });
+    assert_eq!(group.goal(), Goal::Abort { number: ONE, why: refused(1, "no memory") });
     assert_eq!(group.last(0), Some(&Order::Abort(ONE)));
     assert_eq!(group.last(1), Some(&Order::Prepare(ONE)), "it has undone it already");
     group.tell(0, Event::Local(Local::Aborted(ONE)));
@@ -278,7 +279,10 @@ fn no_cable_is_pulled_before_all_are_locked() {
     group.settle();
     assert_eq!(group.goal(), Goal::Pull(ONE));
     group.wait(options(Rank(0), 3).limits.prepare);
-    assert_eq!(group.goal(), Goal::Abort { number: ONE, why: "not disconnected in time: rank 2".into() });
+    assert_eq!(
+        group.goal(),
+        Goal::Abort { number: ONE, why: Reason::TimedOut { phase: Phase::Disconnect, ranks: vec![Rank(2)] } }
+    );
     assert!((0..3).all(|at| group.last(at) == Some(&Order::Abort(ONE))));
     group.all(&|_| Local::Aborted(ONE));
     assert_eq!(group.goal(), Goal::Run);
@@ -293,7 +297,7 @@ fn the_death_of_one_takes_all_back_to_the_newest_group_image() {
     group.tell(1, Event::Local(Local::Ended(Ending::failed("killed by signal 9", None))));
     group.settle();
     assert_eq!(group.last(0), Some(&Order::Kill));
-    assert!(matches!(group.goal(), Goal::Gather { why } if why == "rank 1: killed by signal 9"));
+    assert!(matches!(group.goal(), Goal::Gather { why } if why == job_failed(1, "killed by signal 9")));
     group.tell(0, Event::Local(Local::Ended(Ending::failed("killed", None))));
     group.settle();
     for at in 0..2 {
@@ -317,12 +321,13 @@ fn a_job_that_must_never_begin_again_is_given_up_if_there_is_no_image() {
         let last = Some(Last::Signal(9));
         group.all(&|_| Local::Ended(Ending::failed("it died", last)));
     };
-    let why = |cause: &str| {
-        format!("there is no group image to continue from, and restart.cold-start is \"never\"; the last time: {cause}")
-    };
+    let why = |last| Failure::NoImage { last };
     let mut group = begun();
     dies(&mut group);
-    assert_eq!(group.goal(), Goal::End(End::Failed { why: why("rank 0: it died"), last: Some(Last::Signal(9)) }));
+    assert_eq!(
+        group.goal(),
+        Goal::End(End::Failed { why: why(job_failed(0, "it died")), last: Some(Last::Signal(9)) })
+    );
     let mut group = begun();
     group.wait(INTERVAL);
     group.dumps(ONE);
@@ -333,7 +338,7 @@ fn a_job_that_must_never_begin_again_is_given_up_if_there_is_no_image() {
     group.is_replaced(0, machine(0, 2, ColdStart::Never));
     group.tell(1, Event::Local(Local::Ended(Ending::failed("killed", None))));
     group.settle();
-    assert_eq!(group.goal(), Goal::End(End::Failed { why: why("rank 0 is lost"), last: None }));
+    assert_eq!(group.goal(), Goal::End(End::Failed { why: why(Reason::MemberLost(Rank(0))), last: None }));
     // Another machine cannot start it: it has done nothing yet.
     let mut group = Group::cold(2, &|_| BTreeMap::new(), ColdStart::Never);
     group.tell(0, Event::Local(Local::Started));
@@ -348,7 +353,7 @@ fn a_job_that_must_never_begin_again_is_given_up_if_there_is_no_image() {
     group.settle();
     group.tell(1, Event::Local(Local::Ended(Ending::failed("killed", None))));
     group.wait(Duration::from_secs(1));
-    assert_eq!(group.goal(), Goal::End(End::Failed { why: why("rank 0: it died"), last: None }));
+    assert_eq!(group.goal(), Goal::End(End::Failed { why: why(job_failed(0, "it died")), last: None }));
     // All are new: this is another run.
     let mut group = begun();
     (0..2).for_each(|rank| group.leaves(rank));
@@ -362,12 +367,7 @@ fn a_job_that_may_always_begin_again_does_not_need_its_images() {
     // Rank 1 has lost its part.
     let parts = |rank| durable(rank, if rank == 0 { &[7] } else { &[] });
     for (allowed, goal) in [
-        (
-            ColdStart::NoImages,
-            Goal::End(End::Missing {
-                why: "the coordinator has no record of group image 7, and not all of its parts are there".into(),
-            }),
-        ),
+        (ColdStart::NoImages, Goal::End(End::Missing { why: Missing::Record(Number(7)) })),
         (ColdStart::Allow, Goal::Start(StartFrom::Beginning)),
     ] {
         assert_eq!(Group::cold(2, &parts, allowed).goal(), goal);
@@ -406,7 +406,7 @@ fn a_job_that_does_not_end_is_not_waited_for_without_a_limit() {
     assert!(matches!(group.goal(), Goal::Gather { .. }));
     assert!(group.machines[0].deadline().is_some_and(|at| at <= group.now + Duration::from_secs(1)));
     group.wait(Duration::from_secs(1));
-    let end = End::Missing { why: "rank 1 did not end its job in time".into() };
+    let end = End::Missing { why: Missing::JobEnd(vec![Rank(1)]) };
     assert_eq!(group.goal(), Goal::End(end.clone()));
     assert_eq!(group.last(0), Some(&Order::Finish(end.clone())));
     assert_eq!(group.last(1), Some(&Order::Kill), "it leaves once its job is over");
@@ -422,8 +422,18 @@ fn restored() -> Group {
     group
 }
 
+/// Why a snapshot is aborted that this member refuses.
+fn refused(rank: u32, why: &str) -> Reason {
+    Reason::Refused { rank: Rank(rank), why: SnapshotRefusal::Other(why.into()) }
+}
+
+/// Why the group gathers after the end of the job of this member.
+fn job_failed(rank: u32, why: &str) -> Reason {
+    Reason::JobFailed { rank: Rank(rank), why: why.into() }
+}
+
 fn not_started(blame: Blame) -> Local {
-    Local::Ended(Ending::not_started("it does not start", blame))
+    Local::Ended(Ending::not_started(StartFailure::Other("it does not start".into()), blame))
 }
 
 #[test]
@@ -452,7 +462,7 @@ fn a_machine_at_fault_does_not_count_against_a_group_image() {
             group.wait(Duration::from_secs(8));
         }
         let Goal::End(End::Failed { why, .. }) = group.goal() else { panic!("{:?}", group.goal()) };
-        assert!(why.contains("could not be started 8 times in a row"), "{why}");
+        assert!(matches!(why, Failure::InARow { times: 8, .. }), "{why}");
     }
     // An image at fault is passed over.
     let mut group = restored();
@@ -467,10 +477,11 @@ fn a_machine_at_fault_does_not_count_against_a_group_image() {
 
 #[test]
 fn an_image_that_does_not_fit_ends_the_run_and_is_not_passed_over() {
-    let why = || "rank 1: it does not start".to_owned();
-    for (blame, end) in
-        [(Blame::Misfit, End::Misfit { why: why() }), (Blame::Configuration, End::Refused { why: why() })]
-    {
+    let (rank, why) = (Rank(1), || StartFailure::Other("it does not start".into()));
+    for (blame, end) in [
+        (Blame::Misfit, End::Misfit { rank, why: why() }),
+        (Blame::Configuration, End::Refused { why: Mismatch::Configuration { rank, why: why() } }),
+    ] {
         let mut group = restored();
         group.tell(1, Event::Local(not_started(blame)));
         group.settle();
@@ -498,7 +509,7 @@ fn a_member_that_has_not_seen_the_plan_is_not_waited_for_without_a_limit() {
     group.settle();
     assert!(matches!(group.goal(), Goal::Gather { .. }));
     group.wait(Duration::from_secs(2));
-    let end = End::Missing { why: "rank 1 did not report in time that nothing runs".into() };
+    let end = End::Missing { why: Missing::Report(vec![Rank(1)]) };
     assert_eq!(group.goal(), Goal::End(end));
 }
 
@@ -548,8 +559,8 @@ fn a_new_run_does_not_wait_without_a_limit_for_a_member_that_cannot_leave() {
     assert!((0..2).all(|at| !is_over(&group, at)));
     assert!((0..2).all(|at| group.machines[at].deadline().is_some_and(|due| due <= group.now + TTL)));
     group.wait(Duration::from_secs(1));
-    let why = "rank 2 of the run before did not leave the group in time: end the supervisors there";
-    assert!((0..2).all(|at| group.last(at) == Some(&Order::Finish(End::Missing { why: why.into() }))));
+    let end = End::Missing { why: Missing::Departure(vec![Rank(2)]) };
+    assert!((0..2).all(|at| group.last(at) == Some(&Order::Finish(end.clone()))));
 }
 
 #[test]
@@ -718,16 +729,14 @@ fn parts_of_two_group_images_with_one_number_are_not_put_together() {
     };
     let mut group = Group::with(2, &parts, Epoch(3));
     group.wait(TTL);
-    let why = "the coordinator has no record of group image 7, and not all of its parts are there";
-    assert_eq!(group.last(0), Some(&Order::Finish(End::Missing { why: why.into() })));
+    assert_eq!(group.last(0), Some(&Order::Finish(End::Missing { why: Missing::Record(Number(7)) })));
 }
 
 #[test]
 fn the_job_does_not_start_from_the_beginning_for_want_of_a_part() {
     let mut group = Group::with(2, &|rank| durable(rank, if rank == 0 { &[7] } else { &[] }), Epoch(3));
     group.wait(TTL);
-    let why = "the coordinator has no record of group image 7, and not all of its parts are there";
-    assert_eq!(group.last(0), Some(&Order::Finish(End::Missing { why: why.into() })));
+    assert_eq!(group.last(0), Some(&Order::Finish(End::Missing { why: Missing::Record(Number(7)) })));
 }
 
 /// Each member's parts of group image 4, which has parts of this many machines.
@@ -751,13 +760,7 @@ fn a_group_image_of_another_number_of_machines_is_not_used() {
             (0..group.machines.len()).for_each(|at| group.join(at));
             group.wait(TTL);
             let Goal::End(End::Refused { why }) = group.goal() else { panic!("{:?}", group.goal()) };
-            assert_eq!(
-                why,
-                format!(
-                    "group image 4 has parts of {then} machines, and the group has {now} (group.nodes): start it with \
-                    --nodes {then}, or all machines with --fresh, from the beginning"
-                )
-            );
+            assert_eq!(why, Mismatch::Size { image: Number(4), parts: then, size: now });
             for orders in &group.orders {
                 assert!(!orders.iter().any(|order| matches!(order, Order::Start { .. })), "{orders:?}");
                 assert!(matches!(orders.last(), Some(Order::Finish(End::Refused { .. }))), "{orders:?}");
@@ -949,7 +952,7 @@ fn a_request_that_is_not_admitted_changes_nothing() {
             assert_eq!(admitted.is_ok(), waits || plan(&group) != before, "{ask:?} when it {step}: {admitted:?}");
             let told = present.refused.get(&who).map(|refusal| refusal.why.clone());
             assert!(is_over || told == admitted.clone().err(), "{ask:?} when it {step}: {told:?}");
-            seen.extend(admitted.err());
+            seen.extend(admitted.err().map(|why| why.to_string()));
         }
     }
     seen.sort_unstable();

@@ -1,5 +1,7 @@
 //! The end of the job, as the group is told of it, and the end of the run, as the group orders it.
 
+use std::fmt;
+
 use signal_hook::consts::SIGTERM;
 
 use crate::policy::{self, Death};
@@ -24,8 +26,8 @@ impl Owner<'_> {
         let never = policy::never_again(ended, &self.setup.config.restart).filter(|_| verdict.is_none());
         let ending = match (ended, verdict, never) {
             (Ended::Exit(0), None, _) => Ending::Completed,
-            (_, Some(Verdict::GiveUp { why }), _) | (_, None, Some(why)) => Ending::GivenUp { why, last },
-            (ended, None, None) => Ending::Failed { why: format!("the job ended: {ended}"), last, fault },
+            (_, Some(Verdict::GiveUp { why }), _) | (_, None, Some(why)) => Ending::GivenUp { why: why.into(), last },
+            (ended, None, None) => Ending::Failed { why: format!("the job ended: {ended}").into(), last, fault },
             (_, Some(verdict), _) => {
                 // The request comes first: the group must not restart the job otherwise.
                 match &verdict {
@@ -33,7 +35,7 @@ impl Owner<'_> {
                     Verdict::Rewind(image) => self.step(Event::Rewind { image: *image }),
                     _ => {}
                 }
-                Ending::Failed { why: verdict.in_words(), last, fault }
+                Ending::Failed { why: verdict.in_words().into(), last, fault }
             }
         };
         self.report_to_group(Local::Ended(ending));
@@ -57,20 +59,23 @@ pub(super) fn finish(end: End, stop: Option<Stop>) -> Finish {
         End::Stopped { requeue: false } => {
             Finish::Stopped(stop.filter(|stop| *stop != Stop::Requeue).unwrap_or(Stop::Signal(SIGTERM)))
         }
-        End::Missing { why } => {
-            tracing::error!("the group's run ends, to be queued again: {why}");
-            Finish::Stopped(Stop::Requeue)
-        }
+        End::Missing { why } => queued_again(why),
         End::Failed { why, last } => {
             let last = last.map(|last| match last {
                 Last::Exit(code) => Ended::Exit(code),
                 Last::Signal(signal) => Ended::Signal(signal),
             });
-            Finish::Failed { why, last }
+            Finish::Failed { why: why.to_string(), last }
         }
-        End::Refused { why } => Finish::Impossible { why, obstacle: Obstacle::Configuration },
-        End::Misfit { why } => Finish::Impossible { why, obstacle: Obstacle::Machine },
+        End::Refused { .. } => Finish::Impossible { why: end.to_string(), obstacle: Obstacle::Configuration },
+        End::Misfit { .. } => Finish::Impossible { why: end.to_string(), obstacle: Obstacle::Machine },
     }
+}
+
+/// The end of a run that has waited for something that another run may find.
+pub(super) fn queued_again(why: impl fmt::Display) -> Finish {
+    tracing::error!("the group's run ends, to be queued again: {why}");
+    Finish::Stopped(Stop::Requeue)
 }
 
 #[cfg(test)]

@@ -14,8 +14,8 @@ use crate::telemetry::events::What;
 use rekindle_base::chain;
 use rekindle_engine::snapshot::Settled;
 use rekindle_group::{
-    BLOCKED, Blame, Epoch, Fault, Incarnation, Local, Number, Order, Part, Progress, Replicated, StartFrom, Stored,
-    newest_committed,
+    Blame, Epoch, Fault, Incarnation, Local, Number, Order, Part, Progress, Replicated, SnapshotRefusal, StartFrom,
+    Stored, newest_committed,
 };
 use rekindle_store::manifest::{Manifest, Reason};
 use rekindle_store::{ImageId, gc};
@@ -115,9 +115,9 @@ impl Owner<'_> {
 
     fn prepare_part(&mut self, number: Number) {
         let refused = match self.machine.state() {
-            State::Running(_) if self.machine.held().is_some() => Some(BLOCKED.to_owned()),
+            State::Running(_) if self.machine.held().is_some() => Some(SnapshotRefusal::JobBlocks),
             State::Running(_) => None,
-            state => Some(format!("the job is {}", state.name())),
+            state => Some(SnapshotRefusal::Other(format!("the job is {}", state.name()).into())),
         };
         let sender = self.threads.sender.clone();
         let tell = move |local| drop(sender.send(Message::Group(Box::new(GroupEvent::Local(local)))));
@@ -126,7 +126,7 @@ impl Owner<'_> {
         let turn = match refused {
             Some(why) => Err(why),
             None => Turn::new(number, member.epoch, member.exchange(rank, size), tell)
-                .map_err(|error| format!("no random number: {error}")),
+                .map_err(|error| SnapshotRefusal::Other(format!("no random number: {error}").into())),
         };
         match turn {
             Ok((turn, orders)) => {
@@ -135,7 +135,7 @@ impl Owner<'_> {
             }
             Err(why) => {
                 // It does not wait for the next one: there may be none.
-                self.clients.control.not_begun(&why);
+                self.clients.control.not_begun(&why.to_string());
                 self.report_to_group(Local::Refused(number, why));
             }
         }

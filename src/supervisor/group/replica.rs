@@ -9,12 +9,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use super::GroupEvent;
+use super::ends::queued_again;
 use super::orders::progress_of;
-use super::{GroupEvent, finish};
 use crate::supervisor::state::{Event, Finish, Obstacle};
 use crate::supervisor::{Message, Owner, Setup, replicate};
 use rekindle_base::chain;
-use rekindle_group::{End, Local, Number, Progress, Replicated, Stored};
+use rekindle_group::{Local, Number, Progress, Replicated, Stored};
 use rekindle_replica::{Error, Keep, Patience};
 use rekindle_store::{Image, ImageId};
 
@@ -213,7 +214,7 @@ impl Owner<'_> {
             }
             Err(error) if error.is_unreachable() => {
                 let why = format!("the part of {number} cannot be fetched from the replica: {}", chain(&error));
-                self.step(Event::Over(finish(End::Missing { why }, None)));
+                self.step(Event::Over(queued_again(why)));
             }
             // The part may be good: an older group image would lose work.
             Err(error) => {

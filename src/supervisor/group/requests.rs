@@ -44,13 +44,13 @@ impl Member {
             Wish::Suspend => Ask::Suspend,
             Wish::Resume => Ask::Resume,
         };
-        rekindle_group::admits(view, &ask)
+        rekindle_group::admits(view, &ask).map_err(|why| why.to_string())
     }
 
     pub(in crate::supervisor) fn admits_rewind(&self, image: ImageId) -> Result<(), String> {
         let number = self.number_of(image);
         let number = number.ok_or_else(|| format!("image {image} is not a part of a group image that can be used"))?;
-        rekindle_group::admits(self.machine.view(), &Ask::Rewind(number))
+        rekindle_group::admits(self.machine.view(), &Ask::Rewind(number)).map_err(|why| why.to_string())
     }
 
     /// The image of this machine that a user names: by a group image, by -N for the Nth newest of them, or by its own
@@ -69,7 +69,7 @@ impl Member {
             (None, Ok(number)) => Number(number),
             (None, Err(_)) => return Ok(to.to_owned()),
         };
-        rekindle_group::admits(self.machine.view(), &Ask::Rewind(number))?;
+        rekindle_group::admits(self.machine.view(), &Ask::Rewind(number)).map_err(|why| why.to_string())?;
         let image = self.parts.get(&number).ok_or_else(|| match self.remote.only_has(number) {
             true => format!(
                 "the part of this machine of {number} is only in the replica: use `rekindle rewind` on a machine that \
@@ -261,14 +261,14 @@ impl Owner<'_> {
         member.requests.pending.retain_mut(|pending| match pending.look(machine.view(), membership, machine.asked()) {
             Outcome::Open => true,
             Outcome::Done => false,
-            Outcome::Failed { why } => {
+            Outcome::Failed(why) => {
                 failed.push((pending.ask().clone(), why));
                 false
             }
         });
         let is_news = member.requests.pending.len() < before;
         for (ask, why) in failed {
-            self.not_done(&ask, &why);
+            self.not_done(&ask, &why.to_string());
         }
         if is_news {
             self.settle();

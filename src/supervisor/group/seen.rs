@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use rekindle_group::{Epoch, Goal, Number, Plan, Rank, StartFrom, View, is_loss, named_ranks};
+use rekindle_group::{Epoch, Goal, Number, Plan, Rank, Reason, StartFrom, View};
 use rekindle_store::{ImageId, JobName};
 
 use super::super::remarks::Repeats;
@@ -30,7 +30,7 @@ pub(super) struct Seen {
     /// Why the coordinator refuses what this machine writes, if it does.
     refuses: Option<String>,
     /// Why the epoch ended, if something was lost.
-    loss: Option<String>,
+    loss: Option<Reason>,
     /// The members that were lost since the last start.
     gone: Vec<GroupMember>,
     /// The last snapshot whose end was reported as an abort.
@@ -116,8 +116,8 @@ impl Seen {
         view.images.get(&number)?.value.parts.get(&self.rank)?.image.parse().ok()
     }
 
-    fn machines(&self, why: &str) -> Vec<GroupMember> {
-        named_ranks(why).into_iter().map(|rank| member(rank, &self.hosts)).collect()
+    fn machines(&self, why: &Reason) -> Vec<GroupMember> {
+        why.ranks().iter().map(|rank| member(*rank, &self.hosts)).collect()
     }
 
     /// There is a newer state of the coordinator. Returns what has happened in the meantime.
@@ -167,30 +167,30 @@ impl Seen {
     fn aborted(&mut self, former: Option<&Plan>, plan: &Plan, view: &View) -> Option<What> {
         let was = former.and_then(|former| snapshot(&former.goal));
         let (number, why) = match &plan.goal {
-            Goal::Abort { number, why } => (*number, why.clone()),
+            Goal::Abort { number, why } => (*number, Some(why)),
             goal if was == snapshot(goal) => return None,
             goal => {
                 let number = was.filter(|number| !view.images.contains_key(number))?;
-                let why = match goal {
-                    Goal::Gather { why } => why.clone(),
-                    Goal::End(_) => "the run ended before".into(),
-                    _ => "the reason was not seen here".into(),
-                };
-                (number, why)
+                (number, if let Goal::Gather { why } = goal { Some(why) } else { None })
             }
         };
         if self.aborted == Some(number) {
             return None;
         }
         self.aborted = Some(number);
-        let machines = self.machines(&why);
+        let machines = why.map(|why| self.machines(why)).unwrap_or_default();
+        let why = match (why, &plan.goal) {
+            (Some(why), _) => why.to_string(),
+            (None, Goal::End(_)) => "the run ended before".into(),
+            (None, _) => "the reason was not seen here".into(),
+        };
         Some(What::GroupAborted { number: number.0, why, machines })
     }
 
     fn restarting(&mut self, plan: &Plan, view: &View) -> Option<What> {
         match &plan.goal {
             // Before the first epoch nothing can be lost.
-            Goal::Gather { why } => self.loss = Some(why.clone()).filter(|why| is_loss(why) && plan.epoch > Epoch(0)),
+            Goal::Gather { why } => self.loss = Some(why.clone()).filter(|why| why.is_loss() && plan.epoch > Epoch(0)),
             Goal::Start(from) => {
                 let lost = std::mem::take(&mut self.gone);
                 let why = self.loss.take()?;
@@ -199,7 +199,7 @@ impl Seen {
                     StartFrom::Image(number) => Some(*number),
                 };
                 let image = number.and_then(|number| self.part(view, number));
-                let machines = self.machines(&why);
+                let (machines, why) = (self.machines(&why), why.to_string());
                 let (number, epoch) = (number.map(|number| number.0), plan.epoch.0);
                 return Some(What::GroupRestarting { number, image, epoch, why, machines, lost });
             }

@@ -2,36 +2,36 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Leading, missed, why};
+use super::{Leading, missed};
 use crate::documents::{Counted, Fault, Goal, Plan, StartFrom, Then, View};
 use crate::hands::Loss;
 use crate::ids::{Epoch, Number};
 use crate::options::Options;
+use crate::reasons::{Failure, Reason};
 
 /// Points against a group image if an epoch that started from it fails, early or later, before a newer one was taken.
 const FAILED_EARLY: u32 = 2;
 const FAILED_LATE: u32 = 1;
 
 impl Leading {
-    /// Why the job is not restarted any more. `at`: when it was lost.
-    pub(super) fn is_given_up(&self, plan: &Plan, options: &Options, at: Instant) -> Option<String> {
+    /// Why the job is not restarted any more. `last`: why it was lost, and when.
+    pub(super) fn is_given_up(
+        &self,
+        plan: &Plan,
+        options: &Options,
+        (last, at): (&Reason, Instant),
+    ) -> Option<Failure> {
         let restart = &options.restart;
         let is_within =
             |(_, restart_at): &&(Epoch, Instant)| at.saturating_duration_since(*restart_at) <= restart.window;
         let within = self.restarts.iter().filter(is_within).count();
         let most = usize::try_from(restart.max_restarts).unwrap_or(usize::MAX);
         if within > most {
-            let why = why(plan);
-            return Some(format!(
-                "{most} restarts within {:?} (restart.max-restarts); the last time: {why}",
-                restart.window
-            ));
+            let (most, within) = (restart.max_restarts, restart.window);
+            return Some(Failure::Restarts { most, within, last: last.clone() });
         }
         let is_over = plan.in_a_row > restart.max_restarts;
-        let times = plan.in_a_row;
-        is_over.then(|| {
-            format!("the job failed or could not be started {times} times in a row; the last time: {}", why(plan))
-        })
+        is_over.then(|| Failure::InARow { times: plan.in_a_row, last: last.clone() })
     }
 
     /// Ends the epoch, and counts the points against its group image.
@@ -51,11 +51,11 @@ impl Leading {
             Loss::Job(why, _, fault) if next.aim.is_some() && matches!(next.goal, Goal::Start(_)) => {
                 let points = if fault == Fault::Outside { FAILED_LATE } else { FAILED_EARLY };
                 self.count_missed(next, points, options, now);
-                missed(next, &why)
+                missed(next, why)
             }
             Loss::Machine(why) if next.aim.is_some() && matches!(next.goal, Goal::Start(_)) => {
                 self.count_missed(next, FAILED_LATE, options, now);
-                missed(next, &why)
+                missed(next, why)
             }
             // The restarts have their pauses and their limit, and nothing counts against the group image.
             Loss::Machine(why) => {

@@ -5,9 +5,9 @@ use std::time::Instant;
 use super::{Member, seen};
 use crate::documents::{End, Fresh, Goal, Plan, Report, View};
 use crate::events::Order;
-use crate::hands::names;
 use crate::ids::Rank;
 use crate::options::Options;
+use crate::reasons::{Mismatch, Missing};
 use crate::requests::is_of_run;
 
 /// Since when it waits.
@@ -50,11 +50,7 @@ impl Member {
             return None;
         }
         (self.over.finished, self.waits.taken) = (true, None);
-        let why = format!(
-            "another supervisor runs as {}. Stop it, or give this machine another number (--node-rank, group.node-rank)",
-            self.rank
-        );
-        Some(Order::Finish(End::Missing { why }))
+        Some(Order::Finish(End::Missing { why: Missing::Rank(self.rank) }))
     }
 
     /// The user wants to start from the beginning, and others do not.
@@ -75,10 +71,7 @@ impl Member {
         let is = |fresh| others().find(|(_, report)| report.fresh == fresh).map(|(rank, _)| *rank);
         if let (Some(other), None) = (is(Fresh::No), is(Fresh::Done)) {
             self.over.finished = true;
-            let why = format!(
-                "{} was started with --fresh and {other} was not: start all machines with it, or none",
-                self.rank
-            );
+            let why = Mismatch::Fresh { with: self.rank, without: other };
             return Some(Order::Finish(End::Refused { why }));
         }
         if plan.is_none_or(|plan| plan.goal != Goal::End(End::Completed)) {
@@ -90,8 +83,7 @@ impl Member {
             return None;
         }
         (self.over.finished, self.waits.lone) = (true, None);
-        let why = "not all machines were started with --fresh in time".into();
-        Some(Order::Finish(End::Missing { why }))
+        Some(Order::Finish(End::Missing { why: Missing::FreshMembers }))
     }
 
     /// The run is over, and the next one does not begin: a member of it has not left, because it cannot end its job or hangs,
@@ -109,12 +101,8 @@ impl Member {
             return None;
         }
         (self.over.finished, self.waits.over) = (true, None);
-        let why = match names(view.members.keys().filter(|rank| of_run(rank)).copied()) {
-            Some(those) => {
-                format!("{those} of the run before did not leave the group in time: end the supervisors there")
-            }
-            None => "the group's leader did not begin the next run in time".into(),
-        };
+        let those: Vec<Rank> = view.members.keys().filter(|rank| of_run(rank)).copied().collect();
+        let why = if those.is_empty() { Missing::NextRun } else { Missing::Departure(those) };
         Some(Order::Finish(End::Missing { why }))
     }
 

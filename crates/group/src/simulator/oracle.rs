@@ -11,13 +11,11 @@ use crate::documents::{Ask, End, Goal, GroupImage, Part, Plan, Replica, StartFro
 use crate::ids::{Epoch, Incarnation, Number, Rank};
 use crate::images::PASSED_OVER;
 use crate::options::ColdStart;
+use crate::reasons::{Failure, Missing, Reason};
 use crate::requests::Outcome;
 
 /// The longest time without a cable.
 const LONGEST_OUT: Duration = Duration::from_secs(75);
-
-/// In the reason why a job is given up that must not start from the beginning again.
-const COLD: &str = "restart.cold-start";
 
 /// A disturbance can let a step take too long for this time.
 const ECHO: Duration = Duration::from_secs(40);
@@ -240,7 +238,7 @@ impl Oracle {
     }
 
     pub(super) fn finishes(&mut self, end: &End) {
-        self.losses.missing |= matches!(end, End::Missing { why } if why.contains("parts") || why.contains("rewound"));
+        self.losses.missing |= matches!(end, End::Missing { why } if are_parts_missing(why));
         self.ends.push(end.clone());
     }
 
@@ -293,21 +291,20 @@ impl Oracle {
         for end in std::mem::take(&mut self.ends) {
             match end {
                 End::Completed if self.completed.is_none() => return Err("it is said to be completed".into()),
-                End::Failed { why, .. } if self.cold.allowed == ColdStart::Never && why.contains(COLD) => {}
+                End::Failed { why: Failure::NoImage { .. }, .. } if self.cold.allowed == ColdStart::Never => {}
                 End::Failed { why, .. } if self.failures.count == 0 => {
                     return Err(format!("it is said to have failed: {why}"));
                 }
                 // Each job of the model ends soon after it is killed. A coordinator that refuses writes may not let that be
                 // reported.
-                End::Missing { why } if why.contains("did not end its job") && now > self.disturbed_until + ECHO => {
+                End::Missing { why: why @ Missing::JobEnd(_) } if now > self.disturbed_until + ECHO => {
                     return Err(format!("a job was not ended, or that was not reported: {why}"));
                 }
                 // The others may have left: they were told to stop while this one was away.
-                End::Missing { why } if why.contains("did not join in time") => {}
+                End::Missing { why: Missing::Members(_) } => {}
                 // Two machines claim the rank, because one was believed to be lost.
-                End::Missing { why }
-                    if why.contains("another supervisor") && nodes.iter().any(|it| it.trouble.replaced) => {}
-                End::Missing { why } if why.contains("not all parts") && self.is_restorable(nodes, stores, facts) => {
+                End::Missing { why: Missing::Rank(_) } if nodes.iter().any(|it| it.trouble.replaced) => {}
+                End::Missing { why: why @ Missing::Parts(_) } if self.is_restorable(nodes, stores, facts) => {
                     return Err(format!("the replica has a whole group image, but: {why}"));
                 }
                 End::Missing { why }
@@ -467,14 +464,11 @@ impl Oracle {
                     }
                 }
             }
-            Goal::End(End::Failed { why, .. }) if why.contains(COLD) => {
+            Goal::End(End::Failed { why: Failure::NoImage { .. }, .. }) => {
                 self.has_nothing_else(view, &plan.value, nodes, stores, facts)?;
             }
             Goal::Abort { .. } => facts.aborted += 1,
-            Goal::Gather { why }
-                if (why.contains("in time") || why.contains("not running again"))
-                    && now > self.disturbed_until + ECHO =>
-            {
+            Goal::Gather { why } if is_timeout(why) && now > self.disturbed_until + ECHO => {
                 return Err(format!("the job was harmed without a reason: {why}"));
             }
             _ => {}
@@ -539,6 +533,19 @@ fn exists(view: &View, nodes: &[Node], stores: Stores<'_>, number: Number, image
 /// The size of the group.
 fn ranks(nodes: &[Node]) -> u32 {
     nodes.iter().map(|node| node.rank.0 + 1).max().unwrap_or_default()
+}
+
+/// Whether a run ends because a group image, or a part of one, is not there.
+fn are_parts_missing(why: &Missing) -> bool {
+    matches!(why, Missing::Record(_) | Missing::Parts(_) | Missing::RewoundImage)
+}
+
+/// Whether the job is ended because a member was late.
+fn is_timeout(why: &Reason) -> bool {
+    match why {
+        Reason::RewindFailed { why, .. } => is_timeout(why),
+        why => matches!(why, Reason::TimedOut { .. }),
+    }
 }
 
 /// No two epochs run at once, and no cable stays out. Returns the time after which that must be looked at again although no

@@ -17,7 +17,7 @@ use super::queue::{Happening, Queue, Request};
 use crate::events::{Action, Answer, Event, Write};
 use crate::ids::{Number, Rank};
 use crate::options::{ColdStart, Options};
-use crate::requests::{Outcome, Pending};
+use crate::requests::{NotDone, Outcome, Pending};
 use rekindle_testing::random::Random;
 
 /// After this time without an answer a supervisor takes the request for lost.
@@ -393,7 +393,7 @@ impl World {
             // A client of a supervisor that has died learns that.
             let outcome = match *by == process {
                 true => pending.look(machine.view(), membership, machine.asked()),
-                false => Outcome::Failed { why: "the supervisor has ended".into() },
+                false => Outcome::Failed(NotDone::NotAMember),
             };
             if outcome != Outcome::Open {
                 answered.push((pending.ask().clone(), outcome.clone()));

@@ -51,7 +51,7 @@ fn an_image_that_is_not_restored_now_is_passed_over_after_four_tries() {
     let mut group = restored();
     for times in 1..=4 {
         assert_eq!(group.goal(), Goal::Start(StartFrom::Image(Number(7))), "try {times}");
-        let why = "a part of it cannot be read".into();
+        let why = StartFailure::Other("a part of it cannot be read".into());
         let ending = Ending::NotStarted { why, blame: Blame::Image, fault: Fault::Outside };
         group.tell(1, Event::Local(Local::Ended(ending)));
         group.settle();
@@ -128,7 +128,7 @@ fn no_more_snapshots_are_taken_at_the_interval_if_each_ends_the_job() {
     type Loses = dyn Fn(&mut Group, Number);
     let lost: [&Loses; 4] = [
         &|group, number| {
-            group.tell(0, Event::Local(Local::Refused(number, "it cannot continue".into())));
+            group.tell(0, Event::Local(Local::refused(number, "it cannot continue")));
             group.settle();
             group.all(&|_| Local::Aborted(number));
             assert_eq!(group.goal(), Goal::Run, "the end of the job comes later");
@@ -143,7 +143,7 @@ fn no_more_snapshots_are_taken_at_the_interval_if_each_ends_the_job() {
             group.loses(Fault::Job);
         },
         &|group, number| {
-            group.tell(1, Event::Local(Local::Refused(number, "no room".into())));
+            group.tell(1, Event::Local(Local::refused(number, "no room")));
             group.settle();
             group.wait(options(Rank(0), 2).limits.start);
             assert!(matches!(group.goal(), Goal::Gather { .. }));

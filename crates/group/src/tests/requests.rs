@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::documents::{Costs, Fault, Fresh, Last, Rewound};
-use crate::requests::{Outcome, Pending};
+use crate::requests::{NotDone, Outcome, Pending};
 
 fn failed(why: &str) -> Ending {
     Ending::failed(why, Some(Last::Exit(3)))
@@ -49,11 +49,16 @@ impl Group {
     }
 }
 
-fn why(outcome: Outcome) -> String {
+fn why(outcome: Outcome) -> NotDone {
     match outcome {
-        Outcome::Failed { why } => why,
+        Outcome::Failed(why) => why,
         other => panic!("{other:?}"),
     }
+}
+
+fn rewind_failed(to: u64, why: Reason) -> NotDone {
+    let why = Reason::RewindFailed { to: Number(to), why: Box::new(why) };
+    NotDone::Refused(RequestRefusal::Failed(why))
 }
 
 #[test]
@@ -88,13 +93,13 @@ fn a_suspension_whose_snapshot_is_aborted_leaves_all_running_and_says_why() {
     group.starts();
     let mut client = group.asks(1, Ask::Suspend);
     group.settle();
-    group.tell(0, Event::Local(Local::Refused(ONE, "no memory".into())));
+    group.tell(0, Event::Local(Local::refused(ONE, "no memory")));
     group.settle();
     assert_eq!(group.learns(&mut client), Outcome::Open);
     group.tell(1, Event::Local(Local::Aborted(ONE)));
     group.settle();
     assert_eq!(group.goal(), Goal::Run);
-    assert_eq!(why(group.learns(&mut client)), "rank 0: no memory");
+    assert_eq!(why(group.learns(&mut client)), NotDone::Failed(refused(0, "no memory")));
 }
 
 #[test]
@@ -105,11 +110,11 @@ fn a_suspension_ends_with_a_job_that_dies_and_a_lost_membership() {
     group.settle();
     group.tell(0, Event::Local(Local::Ended(failed("it died"))));
     group.settle();
-    assert_eq!(why(group.learns(&mut client)), "rank 0: it died");
+    assert_eq!(why(group.learns(&mut client)), NotDone::Failed(job_failed(0, "it died")));
 
     let mut client = group.asks(1, Ask::Rewind(ONE));
     group.tell(1, Event::SessionLost);
-    assert!(why(group.learns(&mut client)).contains("no longer a member"));
+    assert_eq!(why(group.learns(&mut client)), NotDone::NotAMember);
 }
 
 #[test]
@@ -124,25 +129,27 @@ fn a_rewind_is_answered_when_the_job_runs_from_that_image_and_refused_with_a_rea
 
     let mut client = group.asks(0, Ask::Rewind(Number(9)));
     group.settle();
-    assert_eq!(why(group.learns(&mut client)), "there is no group image 9");
+    assert_eq!(why(group.learns(&mut client)), NotDone::Refused(RequestRefusal::NoImage(Number(9))));
     // Another part of the same name is not the one that is needed.
     group.tell(1, Event::Local(Local::Gone(Number(4))));
     group.settle();
     let mut client = group.asks(0, Ask::Rewind(Number(4)));
     group.settle();
-    assert_eq!(why(group.learns(&mut client)), "group image 4 cannot be used: the part of rank 1 is not there");
+    let refused = RequestRefusal::PartsMissing { image: Number(4), ranks: vec![Rank(1)] };
+    assert_eq!(why(group.learns(&mut client)), NotDone::Refused(refused));
     assert_eq!(group.goal(), Goal::Run);
 }
 
 fn cannot_go_back(blame: Blame) {
     let mut group = Group::with_images();
     let left = group.plan().left.clone();
+    let missing = StartFailure::Other("a file is missing".into());
     let mut client = group.asks(1, Ask::Rewind(Number(4)));
     group.settle();
     group.killed();
-    group.tell(1, Event::Local(Local::Ended(Ending::not_started("a file is missing", blame))));
+    group.tell(1, Event::Local(Local::Ended(Ending::not_started(missing.clone(), blame))));
     group.settle();
-    let told = "cannot go back to group image 4: rank 1: a file is missing. The job continues from where it was";
+    let told = rewind_failed(4, Reason::NotStarted { rank: Rank(1), why: missing });
     assert_eq!(why(group.learns(&mut client)), told);
     assert_eq!((&group.plan().left, &group.plan().aim), (&left, &None));
     assert_eq!((group.plan().in_a_row, group.plan().failures.len()), (0, 0));
@@ -170,7 +177,7 @@ fn a_part_that_is_lost_during_a_rewind_does_not_lead_to_an_older_image() {
     group.tell(1, Event::Local(Local::Gone(Number(7))));
     group.settle();
     group.killed();
-    assert!(why(group.learns(&mut client)).starts_with("cannot go back to group image 7"));
+    assert_eq!(why(group.learns(&mut client)), rewind_failed(7, Reason::PartsGone));
     assert!(matches!(group.last(0), Some(Order::Start { from: StartFrom::Image(Number(4)), .. })), "where it was");
 }
 
@@ -181,7 +188,7 @@ fn a_request_for_a_snapshot_does_not_replace_another_and_other_requests_do() {
     group.tell(0, Event::Asked(Ask::Snapshot));
     assert_eq!(group.machines[0].asked().unwrap().ask, Ask::Suspend, "it is served when the job runs");
     group.tell(0, Event::Asked(Ask::StopNow { requeue: true }));
-    assert_eq!(why(group.learns(&mut client)), "another request came before it was served");
+    assert_eq!(why(group.learns(&mut client)), NotDone::Overtaken);
     // The coordinator is slow.
     group.tell(0, Event::Asked(Ask::Rewind(ONE)));
     assert_eq!(group.machines[0].asked().unwrap().ask, Ask::StopNow { requeue: true }, "a deadline comes once");
@@ -234,7 +241,7 @@ fn a_group_image_that_cannot_be_restored_after_a_hang_is_not_tried_without_an_en
     for (blame, fault, most) in
         [(Blame::Image, Fault::Job, 2), (Blame::Image, Fault::Outside, 4), (Blame::Machine, Fault::Job, 4)]
     {
-        let mut group = Group::with_images();
+        let (mut group, no) = (Group::with_images(), StartFailure::Other("no".into()));
         for times in 1..=most {
             assert_eq!(crate::images::trusted(&group.coordinator.view), [7, 4].map(Number), "{times}");
             let mut client = group.asks(1, Ask::LeaveHang(Number(4)));
@@ -242,9 +249,10 @@ fn a_group_image_that_cannot_be_restored_after_a_hang_is_not_tried_without_an_en
             group.killed();
             group.wait(Duration::from_secs(8));
             assert_eq!(group.goal(), Goal::Start(StartFrom::Image(Number(4))));
-            group.tell(1, Event::Local(Local::Ended(Ending::NotStarted { why: "no".into(), blame, fault })));
+            group.tell(1, Event::Local(Local::Ended(Ending::NotStarted { why: no.clone(), blame, fault })));
             group.settle();
-            assert!(why(group.learns(&mut client)).starts_with("cannot go back to group image 4"));
+            let told = rewind_failed(4, Reason::NotStarted { rank: Rank(1), why: no.clone() });
+            assert_eq!(why(group.learns(&mut client)), told);
             assert_eq!((group.plan().in_a_row, group.plan().aim.is_some()), (1, false), "it counts as a restart");
             group.tell(0, Event::Local(Local::Ended(failed("killed"))));
             group.wait(Duration::from_secs(8));
@@ -254,7 +262,7 @@ fn a_group_image_that_cannot_be_restored_after_a_hang_is_not_tried_without_an_en
             group.wait(Duration::from_secs(30));
             // No new image: the job holds snapshots.
             if let Goal::Prepare(number) = group.goal() {
-                group.all(&|_| Local::Refused(number, "the job blocks snapshots now".into()));
+                group.all(&|_| Local::Refused(number, SnapshotRefusal::JobBlocks));
             }
         }
         assert_eq!(crate::images::trusted(&group.coordinator.view), [Number(7)]);
@@ -267,8 +275,7 @@ fn no_job_goes_back_to_before_its_new_beginning() {
     group.starts();
     let mut client = group.asks(0, Ask::Rewind(Number(4)));
     group.settle();
-    let why = why(group.learns(&mut client));
-    assert_eq!(why, "group image 4 is from before the job was started from the beginning (--fresh)");
+    assert_eq!(why(group.learns(&mut client)), NotDone::Refused(RequestRefusal::BeforeFresh(Number(4))));
     assert_eq!(group.goal(), Goal::Run);
 }
 
@@ -279,7 +286,7 @@ fn a_stop_tries_its_final_snapshot_again_while_there_is_time() {
     group.starts();
     // An earlier snapshot is being undone.
     group.wait(INTERVAL);
-    group.tell(0, Event::Local(Local::Refused(ONE, "no memory".into())));
+    group.tell(0, Event::Local(Local::refused(ONE, "no memory")));
     group.settle();
     group.tell(1, Event::Asked(stop));
     group.settle();
@@ -288,7 +295,7 @@ fn a_stop_tries_its_final_snapshot_again_while_there_is_time() {
     // The job holds snapshots for some seconds.
     for number in [2, 3, 4].map(Number) {
         assert_eq!(group.goal(), Goal::Prepare(number));
-        group.tell(0, Event::Local(Local::Refused(number, "the job blocks snapshots now".into())));
+        group.tell(0, Event::Local(Local::Refused(number, SnapshotRefusal::JobBlocks)));
         group.settle();
         group.tell(1, Event::Local(Local::Aborted(number)));
         group.settle();
@@ -315,7 +322,7 @@ fn a_stop_tries_its_final_snapshot_until_its_time_is_over() {
     let (began, mut number) = (group.now, ONE);
     while group.now - began < Duration::from_secs(26) {
         if group.goal() == Goal::Prepare(number) {
-            group.tell(0, Event::Local(Local::Refused(number, "the job blocks snapshots now".into())));
+            group.tell(0, Event::Local(Local::Refused(number, SnapshotRefusal::JobBlocks)));
             group.settle();
             group.tell(1, Event::Local(Local::Aborted(number)));
             group.settle();
@@ -334,7 +341,7 @@ fn a_stop_ends_at_once_if_no_time_is_left_for_another_final_snapshot() {
     group.starts();
     group.tell(1, Event::Asked(Ask::Stop { requeue: true, within: Duration::from_secs(10) }));
     group.settle();
-    group.tell(0, Event::Local(Local::Refused(ONE, "no memory".into())));
+    group.tell(0, Event::Local(Local::refused(ONE, "no memory")));
     group.settle();
     // Another one would begin a second after this one is undone.
     group.wait(Duration::from_millis(9500));
@@ -555,7 +562,7 @@ fn a_job_is_suspended_also_if_all_lose_their_leases_before_they_have_seen_it() {
 fn a_member_that_gives_up_ends_the_run_of_all_with_its_reason_and_exit_code() {
     let given_up = || Ending::GivenUp { why: "rule 1: out of memory".into(), last: Some(Last::Exit(9)) };
     let end = || {
-        let why = "rank 1: rule 1: out of memory".into();
+        let why = Failure::Never { rank: Rank(1), why: "rule 1: out of memory".into() };
         Order::Finish(End::Failed { why, last: Some(Last::Exit(9)) })
     };
     let mut group = Group::new(2);
@@ -599,7 +606,7 @@ fn a_job_that_dies_too_often_ends_the_run_with_its_last_exit_code() {
         }
     }
     let Goal::End(End::Failed { why, last: Some(Last::Exit(3)) }) = group.goal() else { panic!("{:?}", group.goal()) };
-    assert!(why.contains("it died") && why.contains(&(most + 1).to_string()), "{why}");
+    assert_eq!(why, Failure::InARow { times: most + 1, last: job_failed(0, "it died") });
     // Another run tries it again.
     group.parts = (0..2).map(|rank| durable(rank, &[u64::from(most) + 1])).collect();
     (0..2).for_each(|at| group.comes_back(at));
@@ -617,7 +624,9 @@ fn a_job_that_dies_at_once_after_each_beginning_is_given_up() {
         group.wait(options(Rank(0), 2).restart.max_backoff);
     }
     let Goal::End(End::Failed { why, last: Some(Last::Exit(3)) }) = group.goal() else { panic!("{:?}", group.goal()) };
-    assert!(why.contains("after a start from the beginning; the last time: rank 0: it died"), "{why}");
+    let restart = options(Rank(0), 2).restart;
+    let (times, within, last) = (restart.early_deaths, restart.min_uptime, job_failed(0, "it died"));
+    assert_eq!(why, Failure::EarlyDeaths { times, within, last });
 }
 
 #[test]
@@ -702,12 +711,8 @@ fn a_rewind_is_not_undone_by_a_coordinator_that_loses_its_data() {
 #[test]
 fn one_that_alone_is_to_start_from_the_beginning_leaves() {
     let mut group = Group::told(&[false, true], &[4, 7]);
-    let refused = |order: Option<&Order>| match order {
-        Some(Order::Finish(End::Refused { why })) => why.clone(),
-        other => panic!("{other:?}"),
-    };
-    let why = refused(group.last(1));
-    assert!(why.contains("rank 1 was started with --fresh and rank 0 was not"), "{why}");
+    let end = End::Refused { why: Mismatch::Fresh { with: Rank(1), without: Rank(0) } };
+    assert_eq!(group.last(1), Some(&Order::Finish(end)));
     assert!(matches!(group.goal(), Goal::Gather { .. }), "nothing has started");
     // It is started again without the flag.
     group.machines[1] = Machine::new(options(Rank(1), 2), Epoch(3));
@@ -792,7 +797,7 @@ fn a_stop_at_once_does_not_wait_for_the_end_of_an_abort() {
     let mut group = Group::new(2);
     group.starts();
     group.wait(INTERVAL);
-    group.tell(0, Event::Local(Local::Refused(ONE, "no memory".into())));
+    group.tell(0, Event::Local(Local::refused(ONE, "no memory")));
     group.settle();
     assert!(matches!(group.goal(), Goal::Abort { .. }));
     group.tell(1, Event::Asked(Ask::StopNow { requeue: false }));
@@ -808,12 +813,13 @@ fn no_snapshot_is_promised_once_the_job_of_one_machine_has_completed() {
     // It completes before the leader has seen the request.
     group.tell(1, Event::Local(Local::Ended(Ending::Completed)));
     group.settle();
-    assert_eq!(why(group.learns(&mut early)), "the job of rank 1 has completed, so no snapshot can be taken");
+    let completed = || RequestRefusal::Failed(Reason::JobCompleted(Rank(1)));
+    assert_eq!(why(group.learns(&mut early)), NotDone::Refused(completed()));
     assert_eq!(group.goal(), Goal::Run);
     for ask in [Ask::Snapshot, Ask::Suspend] {
         let mut late = group.asks(0, ask);
         group.settle();
-        assert_eq!(why(group.learns(&mut late)), "the job of rank 1 has completed, so no snapshot can be taken");
+        assert_eq!(why(group.learns(&mut late)), NotDone::Refused(completed()));
     }
     assert!(!group.orders.iter().flatten().any(|order| matches!(order, Order::Prepare(_))));
 }
@@ -837,7 +843,7 @@ fn a_suspension_is_given_up_when_the_job_of_one_machine_completes() {
     assert!(matches!(group.goal(), Goal::Abort { .. }));
     assert_eq!(group.learns(&mut client), Outcome::Open);
     group.settle();
-    assert_eq!(why(group.learns(&mut client)), "the job of rank 1 has completed, so no snapshot can be taken");
+    assert_eq!(why(group.learns(&mut client)), NotDone::Failed(Reason::JobCompleted(Rank(1))));
     assert_eq!((group.goal(), group.plan().then), (Goal::Run, crate::documents::Then::RunOn));
 }
 

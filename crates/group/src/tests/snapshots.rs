@@ -21,7 +21,7 @@ fn each_aborted_snapshot_in_a_row_doubles_the_pause() {
     let mut pauses = Vec::new();
     let aborts = |group: &mut Group, undone_after: u64| {
         let Goal::Prepare(number) = group.goal() else { panic!("{:?}", group.goal()) };
-        group.tell(0, Event::Local(Local::Refused(number, "no room".into())));
+        group.tell(0, Event::Local(Local::refused(number, "no room")));
         group.settle();
         // The other machine undoes it, which may take longer than the pause.
         group.wait(Duration::from_secs(undone_after));
@@ -49,7 +49,7 @@ fn the_pause_does_not_grow_while_the_job_blocks_snapshots() {
     group.wait(INTERVAL);
     for _ in 0..5 {
         let Goal::Prepare(number) = group.goal() else { panic!("{:?}", group.goal()) };
-        group.tell(0, Event::Local(Local::Refused(number, crate::BLOCKED.into())));
+        group.tell(0, Event::Local(Local::Refused(number, SnapshotRefusal::JobBlocks)));
         group.settle();
         group.tell(1, Event::Local(Local::Aborted(number)));
         group.settle();

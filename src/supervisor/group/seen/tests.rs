@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr};
 
 use rekindle_group::{
-    Costs, Ending, Fresh, GroupImage, Incarnation, Part, Past, Progress, Replica, Replicated, Report, State, Stored,
-    Then, Versioned,
+    Costs, Ending, Fresh, GroupImage, Incarnation, Part, Past, Phase, Progress, Replica, Replicated, Report, State,
+    Stored, Then, Versioned,
 };
 
 use super::*;
@@ -138,8 +138,12 @@ fn machine(rank: u32, host: &str) -> GroupMember {
     GroupMember { rank, host: Some(host.into()) }
 }
 
-fn gather(why: &str) -> Goal {
-    Goal::Gather { why: why.into() }
+fn gather(why: Reason) -> Goal {
+    Goal::Gather { why }
+}
+
+fn failed(rank: u32, why: &str) -> Reason {
+    Reason::JobFailed { rank: Rank(rank), why: why.into() }
 }
 
 #[test]
@@ -162,13 +166,14 @@ fn a_snapshot_is_aborted_by_a_refusal_a_loss_and_the_end() {
     let aborted = |number, why: &str, machines| [What::GroupAborted { number, why: why.into(), machines }];
     let _ = it.goal(Goal::Prepare(Number(1)));
     let why = "not locked in time: rank 0, rank 2";
-    let abort = Goal::Abort { number: Number(1), why: why.into() };
+    let late = Reason::TimedOut { phase: Phase::Lock, ranks: vec![Rank(0), Rank(2)] };
+    let abort = Goal::Abort { number: Number(1), why: late };
     assert_eq!(it.goal(abort), aborted(1, why, vec![machine(0, "a"), machine(2, "c")]));
     assert_eq!(it.goal(Goal::Run), []);
     // Dumped here, but not everywhere.
     let _ = it.goal(Goal::Dump(Number(2)));
     it.view.members.remove(&Rank(1));
-    let events = it.goal(gather("rank 1 is lost"));
+    let events = it.goal(gather(Reason::MemberLost(Rank(1))));
     assert_eq!(events[0], What::GroupMemberLost { machine: machine(1, "b") });
     assert_eq!(events[1..], aborted(2, "rank 1 is lost", vec![machine(1, "b")]));
     let _ = it.goal(Goal::Prepare(Number(3)));
@@ -180,18 +185,18 @@ fn a_snapshot_is_aborted_by_a_refusal_a_loss_and_the_end() {
 fn a_restart_names_its_cause_and_its_machine() {
     let mut it = Coordinator::running();
     it.record(4, true);
-    let why = "rank 2: the job ended: signal 9";
-    assert_eq!(it.goal(gather(why))[..], [What::GroupCommitted { number: 4, epoch: 1, image: Some(id(4)) }]);
+    let why = failed(2, "the job ended: signal 9");
+    assert_eq!(it.goal(gather(why.clone()))[..], [What::GroupCommitted { number: 4, epoch: 1, image: Some(id(4)) }]);
     let (number, image, machines) = (Some(4), Some(id(4)), vec![machine(2, "c")]);
     // It ended because another machine was lost, which is noticed later.
     it.view.members.remove(&Rank(1));
     assert_eq!(it.show(), [What::GroupMemberLost { machine: machine(1, "b") }]);
     let lost = vec![machine(1, "b")];
-    let restart = What::GroupRestarting { number, image, epoch: 2, why: why.into(), machines, lost };
+    let restart = What::GroupRestarting { number, image, epoch: 2, why: why.to_string(), machines, lost };
     assert_eq!(it.goal(Goal::Start(StartFrom::Image(Number(4)))), [restart]);
     assert_eq!(it.goal(Goal::Run), []);
     // What somebody asked for is no restart.
-    for wanted in ["rewound to group image 4", "resumed", "a new run"] {
+    for wanted in [Reason::Rewound(Number(4)), Reason::Resumed, Reason::NewRun] {
         assert_eq!(it.goal(gather(wanted)), []);
         assert_eq!(it.goal(Goal::Start(StartFrom::Image(Number(4)))), []);
     }
@@ -266,7 +271,7 @@ fn what_the_group_waits_for_is_named() {
     assert_eq!(it.waits_for().as_deref(), Some("rank 1 (b), rank 2 (c) to complete the job"));
 
     it.states([State::Idle, State::Ending, State::Idle]);
-    let _ = it.goal(gather("rank 2: it died"));
+    let _ = it.goal(gather(failed(2, "it died")));
     assert_eq!(it.waits_for().as_deref(), Some("rank 1 (b) to end the job: rank 2: it died"));
     it.view.members.remove(&Rank(2));
     assert_eq!(it.waits_for().as_deref(), Some("rank 2 (c) to join: rank 2: it died"));

@@ -9,6 +9,7 @@ use crate::documents::{Blame, End, Ending, Fault, Part, StartFrom};
 use crate::events::{Event, Local, Order};
 use crate::ids::Number;
 use crate::images;
+use crate::reasons::StartFailure;
 
 impl World {
     pub(super) fn obey(&mut self, at: usize, order: Order) {
@@ -240,7 +241,7 @@ impl World {
             Step::Start => self.started(at),
             Step::Lock(number) if job.snapshot == Some(number) => {
                 let local = if self.trouble.refusing.contains(&at) && self.random.chance(60) {
-                    Local::Refused(number, "it does not come to rest".into())
+                    Local::refused(number, "it does not come to rest")
                 } else {
                     self.oracle.locks(number, &self.nodes[at]);
                     if self.plant == Some(Plant::CableOutBeforeLocked) {
@@ -253,7 +254,7 @@ impl World {
             Step::Pull(number) if job.snapshot == Some(number) => {
                 let local = if self.trouble.refusing.contains(&at) && self.random.chance(30) {
                     self.plug(at, None);
-                    Local::Refused(number, "its cable is stuck".into())
+                    Local::refused(number, "its cable is stuck")
                 } else {
                     if self.plant != Some(Plant::CableOutTooLate) {
                         self.unplug(at);
@@ -269,14 +270,14 @@ impl World {
                     // ends by itself.
                     let fault = if self.random.chance(50) { Fault::Snapshot } else { Fault::Job };
                     if fault == Fault::Snapshot {
-                        self.hears(at, Event::Local(Local::Refused(number, "it cannot continue".into())));
+                        self.hears(at, Event::Local(Local::refused(number, "it cannot continue")));
                     }
                     return self.job_fails(at, "it did not survive the snapshot", fault);
                 }
                 let full = self.nodes[at].images.memory.values().filter(|piece| piece.recorded).count() > 1;
                 if full || (self.trouble.refusing.contains(&at) && self.random.chance(50)) {
                     self.plug(at, None);
-                    self.hears(at, Event::Local(Local::Refused(number, "no memory".into())));
+                    self.hears(at, Event::Local(Local::refused(number, "no memory")));
                     return;
                 }
                 let digest = format!("{} {} {id}", number.0, epoch.0);
@@ -325,6 +326,7 @@ impl World {
             None => None,
         };
         if let Some((why, blame)) = broken {
+            let why = StartFailure::Other(why.into());
             self.nodes[at].job = None;
             self.oracle.job_fails(from.map(|(number, _)| number).filter(|_| blame == Blame::Image));
             self.hears(at, Event::Local(Local::Ended(Ending::not_started(why, blame))));
