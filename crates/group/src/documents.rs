@@ -22,7 +22,7 @@ pub struct Part {
 
 /// How safe a part is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum Stored {
     /// In memory or in a slot: lost with the machine.
     Staged,
@@ -32,7 +32,7 @@ pub enum Stored {
 
 /// Whether the replica has a part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum Replicated {
     /// It does not, as far as the member knows.
     #[default]
@@ -67,7 +67,7 @@ pub struct Progress {
 
 /// What the job of a member starts from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum StartFrom {
     /// No image: the job begins.
     Beginning,
@@ -86,7 +86,7 @@ impl fmt::Display for StartFrom {
 
 /// How the job of a member ended, for the exit code of the run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum Last {
     /// With this exit code.
     Exit(i32),
@@ -96,7 +96,7 @@ pub enum Last {
 
 /// How a member's job ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum Ending {
     /// Exit code 0.
     Completed,
@@ -148,7 +148,7 @@ impl Ending {
 
 /// What is at fault when a job fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum Fault {
     /// The job, or the group image that it was restored from.
     #[default]
@@ -161,7 +161,7 @@ pub enum Fault {
 
 /// What prevented the start of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum Blame {
     /// The machine, as it is now: the same group image is tried again.
     #[default]
@@ -176,7 +176,7 @@ pub enum Blame {
 
 /// What a member's job does.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum State {
     /// Nothing runs.
     Idle,
@@ -211,7 +211,7 @@ impl State {
 
 /// A request, from any member.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum Ask {
     /// Take a snapshot.
     Snapshot,
@@ -331,7 +331,7 @@ pub struct Report {
 
 /// Whether a supervisor was told to start the job from the beginning although there are group images.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum Fresh {
     /// It was not told so.
     #[default]
@@ -344,7 +344,7 @@ pub enum Fresh {
 
 /// How a run ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum End {
     /// Each member's job ended with exit code 0.
     Completed,
@@ -404,7 +404,7 @@ impl fmt::Display for End {
 
 /// What follows a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum Then {
     /// The job continues.
     RunOn,
@@ -419,7 +419,7 @@ pub enum Then {
 
 /// What all members are to do.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum Goal {
     /// End the job. A new epoch begins once all members are there.
     Gather {
@@ -604,7 +604,7 @@ pub struct Rewound {
 
 /// Whether the replica has a group image, or is to have it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "kebab-case")]
 pub enum Replica {
     /// Neither, as far as is known.
     #[default]
