@@ -49,7 +49,7 @@ pub(crate) use model::{
 pub(crate) use network::{NetworkMode, UplinkMode};
 pub(crate) use notifications::{Hooks, LogFormat, OnError};
 pub(crate) use scheduler::{Deadline, Profile, Requeue};
-pub(crate) use storage::{SizeLimit, Threads, VerifyRate};
+pub(crate) use storage::{SizeLimit, VerifyRate};
 pub(crate) use value::{Interval, Limit, Rate, Stdin};
 pub(crate) use watch::{CauseName, GpuFaults, HangAction, Interruption, Match, Pattern, Rule, RuleAction, Watch};
 

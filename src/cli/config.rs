@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::Exit;
 use super::output::{Column, Format, print_table, print_text};
-use crate::config::{self, Overrides, Threads};
+use crate::config::{self, Overrides};
 
 /// Why a `config` command failed.
 #[derive(Debug, thiserror::Error)]
@@ -63,12 +63,8 @@ pub(super) fn show(file: Option<&Path>, overrides: &Overrides, format: Format) -
     let effective = config::effective(file, config::environment(), overrides)?;
     super::name_strangers(&effective, super::output::complain);
     let entries = effective.entries();
-    let store = &effective.config.store;
     let rows = entries.iter().map(|entry| {
-        let mut value = entry.value.as_ref().map_or_else(|| "-".to_owned(), ToString::to_string);
-        if entry.key == "store.persist-threads" && store.persist_threads == Threads::Auto {
-            value += &format!(" ({} here)", store.threads());
-        }
+        let value = entry.value.as_ref().map_or_else(|| "-".to_owned(), ToString::to_string);
         vec![entry.key.clone(), value, entry.origin.to_string()]
     });
     Ok(print_table(format, &[Column::whole("KEY"), Column::short("VALUE"), Column::short("ORIGIN")], rows, &entries)?)

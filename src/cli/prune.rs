@@ -307,16 +307,15 @@ fn carry_out(
     // Repacking takes long: the supervisor does it in the background.
     let bounds = gc::Bounds { repack: None, ..config.garbage(folder.trust().key()) };
     let swept = match gc::collect(folder, &lock, &bounds, Utc::now(), &|| false) {
-        // There is no room for the marks, so there will be none after store.sweep-after either.
+        // There is no room for the marks, so there will be none after the time that they wait either.
         Err(error) if error.is_full() => gc::sweep_now(folder, &lock, config.copies).map(|_| gc::Collected::default()),
         swept => swept,
     };
     match swept {
-        Ok(swept) if !swept.marked.is_empty() && !config.sweep_after.is_zero() => complain(&format!(
-            "job {}: the disk space is free in {} (store.sweep-after), after the next sweep by the job's supervisor \
-            or `rekindle prune`",
+        Ok(swept) if !swept.marked.is_empty() => complain(&format!(
+            "job {}: the disk space is free in {}, after the next sweep by the job's supervisor or `rekindle prune`",
             folder.name(),
-            humantime::format_duration(config.sweep_after)
+            humantime::format_duration(bounds.sweep_after)
         )),
         Ok(_) => {}
         Err(error) => complain(&format!("job {}: {}", folder.name(), chain(&error))),

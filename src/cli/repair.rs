@@ -8,6 +8,7 @@ use super::output::{Column, Format, complain, print_json, print_note, print_tabl
 use super::{Exit, Global, Misuse, complete, progress};
 use rekindle_replica::{self as replica, OnDemand, Patience, Replica};
 use rekindle_store::heal::ChunkSource;
+use rekindle_store::persist;
 use rekindle_store::repair::{self, Loss, Mode, Repaired, Sources};
 use rekindle_store::{Error as StoreError, JobFolder, JobName};
 
@@ -71,8 +72,9 @@ pub(super) fn repair(global: &Global, args: &RepairArgs) -> anyhow::Result<Exit>
         });
         let sources =
             Sources { copies: config.copies, replica: all.replica.url.is_some().then_some(&there as &dyn ChunkSource) };
-        let repaired =
-            progress::shown(&what, |progress| repair::repair(folder, mode, key, &sources, config.threads(), progress))?;
+        let repaired = progress::shown(&what, |progress| {
+            repair::repair(folder, mode, key, &sources, persist::threads(), progress)
+        })?;
         let whole = repaired.is_whole();
         rows.push(Row { job: folder.name().clone(), whole, dry_run: args.dry_run, repaired });
     }

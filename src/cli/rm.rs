@@ -71,7 +71,7 @@ pub(super) fn rm(global: &Global, args: &RmArgs) -> anyhow::Result<Exit> {
     let mut rows = Vec::new();
     for Doomed { row, whole, store } in doomed {
         progress::waited(&format!("removing {}", row.job), || match &whole {
-            Some((folder, lock)) => remove(&config, &store, folder, lock, pinned),
+            Some((folder, lock)) => remove(&store, folder, lock, pinned),
             None => store.finish_removal(&row.job).map(drop),
         })?;
         if global.format() == Format::Text {
@@ -148,14 +148,8 @@ fn ask(doomed: &[Doomed]) -> anyhow::Result<()> {
     }
 }
 
-fn remove(
-    config: &Config,
-    store: &Store,
-    folder: &JobFolder,
-    lock: &WriterLock,
-    pinned: Pinned,
-) -> Result<(), store::Error> {
-    let seen = trust::seen(config, folder);
+fn remove(store: &Store, folder: &JobFolder, lock: &WriterLock, pinned: Pinned) -> Result<(), store::Error> {
+    let seen = trust::seen(folder);
     work::remove_left();
     store.remove_job(folder, lock, pinned)?;
     // Images that were removed on purpose are not missed by a later job of that name.

@@ -283,7 +283,7 @@ fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> any
         }
         (StartPoint::Cold, None) => {}
     }
-    if let Some(seen) = trust::seen(&prepared.config, &folder) {
+    if let Some(seen) = trust::seen(&folder) {
         let record = folder.record()?.filter(|record| !args.fresh && record.outcome != Outcome::Completed);
         match &record {
             // A newer image that is abandoned on purpose is not missed.
@@ -471,7 +471,7 @@ fn supervise(
     provide::nccl_limits(&config, &mut spec, interposer.is_some());
     provide::hwloc_limits(&config, &mut spec);
     let Start { from, base, lineage, named } = start;
-    let seen = trust::seen(&config, &folder);
+    let seen = trust::seen(&folder);
     let visible = spec.environment.get(OsStr::new("CUDA_VISIBLE_DEVICES")).map(|value| value.to_string_lossy());
     if let Some(visible) = visible.filter(|visible| names_instance(visible)) {
         tracing::warn!(

@@ -100,8 +100,8 @@ pub(super) fn refuse(folder: &JobFolder, image: &rekindle_store::Image) -> anyho
 }
 
 /// This machine's notes about the job's images.
-pub(super) fn seen(config: &Config, folder: &JobFolder) -> Option<Seen> {
-    Seen::of(&config.store.seen_directory, folder.name(), folder.trust())
+pub(super) fn seen(folder: &JobFolder) -> Option<Seen> {
+    Seen::of(folder.name(), folder.trust())
 }
 
 /// Warns if the images here are older than ones that this machine has seen.

@@ -12,6 +12,7 @@ use super::{Exit, Global, Misuse, complete, progress};
 use crate::config::{self, Config};
 use rekindle_base::chain;
 use rekindle_store::chunk::Key;
+use rekindle_store::persist;
 use rekindle_store::{Form, Image, JobFolder, JobName, PackReport, PacksReport, Place, Report, Share, check_packs};
 
 /// What to check, and how much of it to read.
@@ -87,7 +88,7 @@ pub(super) fn verify(global: &Global, args: &VerifyArgs) -> anyhow::Result<Exit>
         }
         (false, share) => share.unwrap_or(Share::NONE),
     };
-    let reading = Reading { share, key: key(&config, share)?, threads: config.threads() };
+    let reading = Reading { share, key: key(&config, share)?, threads: persist::threads() };
     let mut found = Found::default();
     match chosen {
         Chosen::One(one) => found.images.extend(reading.image(&one.0, &one.1)?),

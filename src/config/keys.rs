@@ -150,11 +150,7 @@ pub(super) const KEYS: &[Key] = &[
     ),
     key("store.encryption-key", Shape::Text, "a string with an absolute path"),
     key("store.accept-unsigned", Shape::Flag, "true or false"),
-    key("store.seen-directory", Shape::Text, "a string with an absolute path"),
     key("store.persist-rate", Shape::Text, RATE),
-    key("store.persist-threads", Shape::Text, "\"auto\" or a whole number from 1 to 64"),
-    key("store.sweep-after", Shape::Text, DURATION),
-    key("store.repack", Shape::Text, "\"off\", a size such as \"64MiB\" or \"200GB\", or a whole number of bytes"),
     key("store.copies", Shape::Count, "1 or 2"),
     key("store.verify-rate", Shape::Text, "\"off\", or a size per second such as \"20MB\" or a whole number of bytes"),
     key("store.on-success", Shape::Text, "\"remove\" or \"keep\""),
@@ -251,10 +247,20 @@ const ALIKE: f64 = 0.8;
 const SAME_SECTION: f64 = 0.15;
 
 /// Keys that earlier versions had, each with what to do.
-const REMOVED: [(&str, &str); 5] = [
+pub(super) const REMOVED: &[(&str, &str)] = &[
     ("restart.lazy", "all memory of a job is restored before it runs, as with \"off\". Delete the key"),
     ("hooks.webhook", "a hook sends failures to an address: on-failure with examples/notify.py. Delete the key"),
     ("job.pid-namespace", "a job always has a PID namespace of its own, as with \"private\". Delete the key"),
+    (
+        "store.persist-threads",
+        "an image is stored by one thread for four processors, from 2 to 8. To write more slowly, set store.persist-rate",
+    ),
+    ("store.sweep-after", "content that no image needs is deleted after 10 minutes. Delete the key"),
+    ("store.repack", "a repack writes at most 10 GB at a time. Delete the key"),
+    (
+        "store.seen-directory",
+        "root's notes are in /var/lib/rekindle-seen, other users' in ~/.local/state/rekindle/seen. Delete the key",
+    ),
     ("word.max-hold", "use job-api.max-hold"),
     ("[word]", "use [job-api]"),
 ];

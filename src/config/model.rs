@@ -15,13 +15,12 @@ use super::job_api::JobApi;
 use super::network::Network;
 use super::notifications::{Hooks, LogFormat, Metrics};
 use super::scheduler::Scheduler;
-use super::storage::{Repack, SizeLimit, Threads, VerifyRate};
+use super::storage::{SizeLimit, VerifyRate};
 use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, Umask, duration};
 use super::watch::{Patience, Rule, Watch};
 use rekindle_base::Percentage;
 use rekindle_engine::restore::{ChangedFiles, Compare};
 use rekindle_engine::snapshot::TcpChoice;
-use rekindle_os::parallel;
 use rekindle_replica::ReplicaUrl;
 use rekindle_store::chunk::Compression;
 use rekindle_store::options::Copies;
@@ -259,31 +258,14 @@ pub(crate) struct Store {
     pub(crate) encryption_key: Option<PathBuf>,
     /// Whether unsigned images are accepted although there is a key: for images from before there was a key.
     pub(crate) accept_unsigned: bool,
-    /// Folder for this machine's notes about the images that it has seen, to notice if they are replaced by older ones.
-    pub(crate) seen_directory: PathBuf,
     /// Maximum bytes per second written when an image is stored.
     pub(crate) persist_rate: Rate,
-    /// Number of threads that store an image.
-    pub(crate) persist_threads: Threads,
-    /// How long unneeded content is kept.
-    #[serde(with = "duration")]
-    pub(crate) sweep_after: Duration,
-    /// Maximum bytes that one repack writes.
-    pub(crate) repack: Repack,
     /// In how many packs content is kept that several images use.
     pub(crate) copies: Copies,
     /// Bytes read per second, while there is nothing else to do, to find damage.
     pub(crate) verify_rate: VerifyRate,
     /// What happens to the images when the job ends with exit code 0.
     pub(crate) on_success: OnSuccess,
-}
-
-impl Store {
-    /// The number of [`Store::persist_threads`] on this machine.
-    #[must_use]
-    pub(crate) fn threads(&self) -> usize {
-        self.persist_threads.among(parallel::cores())
-    }
 }
 
 /// `[replica]`: copies of the images on another machine.
@@ -486,12 +468,7 @@ impl Default for Store {
             compression: Compression::default(),
             encryption_key: None,
             accept_unsigned: false,
-            seen_directory: PathBuf::from("/var/lib/rekindle-seen"),
             persist_rate: Rate::default(),
-            persist_threads: Threads::default(),
-            // A reader that began before an image was removed can read its content for this time.
-            sweep_after: seconds(600),
-            repack: Repack::UpTo(ByteSize::new(10_000_000_000)),
             copies: Copies::default(),
             // 1.7 TB a day, for 0.5 to 4 % of a processor.
             verify_rate: VerifyRate::PerSecond(ByteSize::new(20_000_000)),

@@ -1,10 +1,10 @@
 //! Converts the configuration to the options of each part of the program.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::group::Group;
 use super::model::{Config, Log, Store};
-use super::storage::Repack;
 use rekindle_engine::launch::{Privileges, output};
 use rekindle_engine::snapshot;
 use rekindle_etcd::Secret;
@@ -40,7 +40,7 @@ impl Store {
         Packing {
             compression: self.compression,
             key: trust.key().cloned().map(Arc::new),
-            bounds: persist::Bounds { rate: self.persist_rate.bytes(), threads: self.threads() },
+            bounds: persist::Bounds { rate: self.persist_rate.bytes(), threads: persist::threads() },
             copies: self.copies,
             unread: Unread::default(),
         }
@@ -49,11 +49,13 @@ impl Store {
     /// How unneeded content is removed.
     #[must_use]
     pub(crate) fn garbage<'k>(&self, key: Option<&'k Key>) -> gc::Bounds<'k> {
-        let repack = match self.repack {
-            Repack::Off => None,
-            Repack::UpTo(size) => Some(size.bytes()),
-        };
-        gc::Bounds { sweep_after: self.sweep_after, repack, key, copies: self.copies, min_free: self.min_free.bytes() }
+        gc::Bounds {
+            sweep_after: sweep_after(),
+            repack: Some(gc::REPACK),
+            key,
+            copies: self.copies,
+            min_free: self.min_free.bytes(),
+        }
     }
 
     /// The rules for trusting files of the store. Reads the key.
@@ -65,6 +67,12 @@ impl Store {
         let unsigned = if self.accept_unsigned { Unsigned::Accepted } else { Unsigned::Refused };
         Ok(Trust::new(Key::read(path)?, path, unsigned))
     }
+}
+
+/// [`gc::SWEEP_AFTER`]; tests name a shorter time.
+fn sweep_after() -> Duration {
+    let named = cfg!(debug_assertions).then(|| std::env::var("REKINDLE_TEST_SWEEP_AFTER").ok()).flatten();
+    named.and_then(|time| humantime::parse_duration(&time).ok()).unwrap_or(gc::SWEEP_AFTER)
 }
 
 impl Log {
@@ -108,7 +116,7 @@ impl Config {
             full_copy_every: self.gpu.full_copy_every,
             memory_reserve: of.memory_reserve.bytes(),
             limits: self.store.limits(),
-            threads: self.store.threads(),
+            threads: persist::threads(),
             privileges: if self.job.keeps_its_rights() { Privileges::Fixed } else { Privileges::MayGrow },
         }
     }

@@ -9,7 +9,7 @@ use super::keys;
 use super::model::{Config, LIMITS, VERSION};
 use super::network::{NetworkMode, UplinkMode};
 use super::scheduler::Deadline;
-use super::storage::{Repack, SizeLimit, VerifyRate};
+use super::storage::{SizeLimit, VerifyRate};
 use super::value::{ByteSize, Interval, Rate, Stdin};
 use super::watch::RuleAction;
 use crate::variables::OF_JOB;
@@ -77,9 +77,6 @@ const SLOWEST: ByteSize = ByteSize::mib(1);
 
 /// Smaller values are mistakes: no image is that small.
 const SMALLEST: ByteSize = ByteSize::mib(1);
-
-/// A repack writes at least a pack.
-const LEAST_REPACK: ByteSize = ByteSize::mib(256);
 
 impl Rules {
     fn that(&mut self, holds: bool, key: &str, rule: impl FnOnce() -> String) {
@@ -324,14 +321,7 @@ fn store(config: &Config, rules: &mut Rules) {
     rules.that(!config.store.accept_unsigned || config.store.encryption_key.is_some(), "store.accept-unsigned", || {
         "must not be set without store.encryption-key: without a key nothing is signed".to_owned()
     });
-    rules.path("store.seen-directory", Some(&config.store.seen_directory));
     rules.rate("store.persist-rate", config.store.persist_rate);
-    rules.time("store.sweep-after", config.store.sweep_after, Duration::ZERO, "");
-    if let Repack::UpTo(size) = config.store.repack {
-        rules.that(size >= LEAST_REPACK, "store.repack", || {
-            format!("must be at least {LEAST_REPACK}, or \"off\": packs have that size")
-        });
-    }
     verify_rate(config, rules);
 }
 

@@ -4,56 +4,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use rekindle_store::persist;
-
 use super::value::{ByteSize, Malformed, NumberOrText};
-
-/// Number of threads that store an image.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(try_from = "NumberOrText", into = "NumberOrText")]
-pub(crate) enum Threads {
-    /// Depends on the number of processors.
-    #[default]
-    Auto,
-    /// This number, 1 to [`Threads::MOST`].
-    Count(u8),
-}
-
-impl Threads {
-    /// More threads are not faster on any disk.
-    pub(crate) const MOST: u8 = 64;
-
-    /// The number of threads for this number of processors.
-    #[must_use]
-    pub(crate) fn among(self, processors: usize) -> usize {
-        match self {
-            Threads::Auto => persist::threads_beside(processors),
-            Threads::Count(n) => n.into(),
-        }
-    }
-}
-
-impl TryFrom<NumberOrText> for Threads {
-    type Error = Malformed;
-
-    fn try_from(from: NumberOrText) -> Result<Threads, Malformed> {
-        let count = match from {
-            NumberOrText::Text(text) if text == "auto" => return Ok(Threads::Auto),
-            NumberOrText::Text(text) => text.parse().map_err(|_| Malformed)?,
-            NumberOrText::Number(n) => u8::try_from(n).map_err(|_| Malformed)?,
-        };
-        if (1..=Threads::MOST).contains(&count) { Ok(Threads::Count(count)) } else { Err(Malformed) }
-    }
-}
-
-impl From<Threads> for NumberOrText {
-    fn from(threads: Threads) -> NumberOrText {
-        match threads {
-            Threads::Auto => NumberOrText::Text("auto".to_owned()),
-            Threads::Count(n) => NumberOrText::Number(n.into()),
-        }
-    }
-}
 
 /// A limit of a size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -105,36 +56,6 @@ impl From<SizeLimit> for String {
     }
 }
 
-/// Maximum bytes that one repack writes to free the space of unneeded content.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "NumberOrText", into = "String")]
-pub(crate) enum Repack {
-    /// No repacking.
-    Off,
-    /// This many bytes.
-    UpTo(ByteSize),
-}
-
-impl TryFrom<NumberOrText> for Repack {
-    type Error = Malformed;
-
-    fn try_from(from: NumberOrText) -> Result<Repack, Malformed> {
-        match from {
-            NumberOrText::Text(text) if text == "off" => Ok(Repack::Off),
-            other => ByteSize::try_from(other).map(Repack::UpTo),
-        }
-    }
-}
-
-impl From<Repack> for String {
-    fn from(repack: Repack) -> String {
-        match repack {
-            Repack::Off => "off".to_owned(),
-            Repack::UpTo(size) => size.to_string(),
-        }
-    }
-}
-
 /// Bytes of the store read per second to find damage, while there is nothing else to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "NumberOrText", into = "String")]
@@ -163,18 +84,5 @@ impl From<VerifyRate> for String {
             VerifyRate::Off => "off".to_owned(),
             VerifyRate::PerSecond(size) => size.to_string(),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn threads_leave_the_job_most_processors() {
-        for (processors, threads) in [(1, 1), (2, 2), (4, 2), (8, 2), (12, 3), (16, 4), (32, 8), (256, 8)] {
-            assert_eq!(Threads::Auto.among(processors), threads, "{processors}");
-        }
-        assert_eq!(Threads::Count(64).among(16), 64, "who sets it means it");
     }
 }

@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::model::LIMITS;
-use super::storage::Repack;
 use super::value::{HIDDEN, Umask};
 use super::*;
 use rekindle_base::Percentage;
@@ -126,11 +125,7 @@ min-free = 4096
 compression = "zstd:-3"
 encryption-key = "/etc/key"
 accept-unsigned = true
-seen-directory = "/srv/seen"
 persist-rate = "500MB"
-persist-threads = 64
-sweep-after = "0s"
-repack = "off"
 copies = 2
 verify-rate = 0
 on-success = "remove"
@@ -222,10 +217,7 @@ fn every_key_can_be_set() {
     assert_eq!(config.store.keep_within, Duration::from_secs(90 * 24 * 3600));
     assert_eq!(config.store.max_total_size.bytes(), Some(500_000_000_000));
     assert_eq!(config.store.compression, Compression::Zstd(-3));
-    assert_eq!(config.store.persist_threads, Threads::Count(64));
     assert_eq!(config.store.encryption_key.as_deref(), Some(Path::new("/etc/key")));
-    assert_eq!((config.store.accept_unsigned, config.store.seen_directory.as_path()), (true, Path::new("/srv/seen")));
-    assert_eq!((config.store.sweep_after, config.store.repack), (Duration::ZERO, Repack::Off));
     assert_eq!((config.store.copies, config.store.verify_rate), (Copies::Two, VerifyRate::Off));
     assert_eq!(config.replica.url.as_ref().map(ReplicaUrl::bucket), Some("bucket"));
     assert_eq!(config.replica.rate, Rate::PerSecond(ByteSize::mib(1)));

@@ -233,7 +233,7 @@ impl Owner<'_> {
     /// Records on this machine that the store has the image, to notice later if it is missing.
     fn note_seen(&self, image: &Image) {
         let folder = &self.setup.folder;
-        let seen = Seen::of(&self.setup.config.store.seen_directory, folder.name(), folder.trust());
+        let seen = Seen::of(folder.name(), folder.trust());
         let noted = seen.zip(image.manifest()).map(|(seen, manifest)| seen.note(&manifest.lineage, image.id));
         if let Some(Err(error)) = noted {
             tracing::warn!(

@@ -44,6 +44,13 @@ use super::{FileError, failed};
 pub(crate) use needed::{Needed, map_of};
 use rekindle_os::durable;
 
+/// How long a pack stays after it was marked: a reader that began before an image was removed, also over a slow network,
+/// can read its content for this time.
+pub const SWEEP_AFTER: Duration = Duration::from_secs(600);
+
+/// Maximum bytes that one round copies: the job needs the same disk, and this takes at most some minutes of it.
+pub const REPACK: u64 = 10_000_000_000;
+
 /// What one round may do.
 #[derive(Debug, Clone, Copy)]
 pub struct Bounds<'k> {

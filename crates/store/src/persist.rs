@@ -60,11 +60,16 @@ pub struct Bounds {
     pub threads: usize,
 }
 
-/// How many threads pack beside a job, for this number of processors. The job needs most processors, so it is one
+/// How many threads pack beside a job on this machine, and look for damage in packs.
+#[must_use]
+pub fn threads() -> usize {
+    threads_among(parallel::cores())
+}
+
+/// How many threads that is for this number of processors. The job needs most processors, so it is one
 /// thread for four of them. At least two: one hashes while the other waits for the disk. At most eight: one thread
 /// hashes some 2.5 GB/s, and no disk is faster than eight.
-#[must_use]
-pub fn threads_beside(processors: usize) -> usize {
+fn threads_among(processors: usize) -> usize {
     (processors / 4).clamp(2, 8).min(processors)
 }
 

@@ -1,9 +1,9 @@
 //! The images of jobs that this machine has seen, recorded outside the store.
 //!
 //! A signature says that an image is ours, not that it is the newest: whoever can write a store or a replica can put an
-//! older, signed state there. So with a key, the newest image of each run is recorded in a folder of this machine
-//! (`store.seen-directory`), and a warning is logged if a job continues from an older one. A machine that has seen
-//! nothing cannot warn. After a power cut there is the old record or the new one.
+//! older, signed state there. So with a key, the newest image of each run is recorded in a folder of this machine, and a
+//! warning is logged if a job continues from an older one. A machine that has seen nothing cannot warn. After a power
+//! cut there is the old record or the new one.
 
 use std::fs::DirBuilder;
 use std::io::{self, Read};
@@ -11,6 +11,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 use chrono::{DateTime, Utc};
+use nix::unistd::Uid;
 use serde::{Deserialize, Serialize};
 
 use super::file_error::{FileError, failed};
@@ -49,10 +50,13 @@ pub struct Seen {
 }
 
 impl Seen {
-    /// The records of the job in `dir`, which may not exist; `None` without a key, because anybody could make a newer
-    /// image then.
+    /// This machine's records of the job; `None` without a key, because anybody could make a newer image then.
     #[must_use]
-    pub fn of(dir: &Path, job: &JobName, trust: &Trust) -> Option<Seen> {
+    pub fn of(job: &JobName, trust: &Trust) -> Option<Seen> {
+        Seen::below(&folder(), job, trust)
+    }
+
+    fn below(dir: &Path, job: &JobName, trust: &Trust) -> Option<Seen> {
         let id = blake3_hex(trust.key()?.id().get(..4).unwrap_or_default());
         Some(Seen { path: dir.join(format!("{job}-{id}.json")) })
     }
@@ -116,6 +120,22 @@ impl Seen {
     }
 }
 
+/// Where this machine's records are: on a local disk and outside the store, whose attackers they are about. Tests that
+/// stand for several machines name one for each.
+fn folder() -> PathBuf {
+    let named = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    if let Some(dir) = cfg!(debug_assertions).then(|| named("REKINDLE_TEST_SEEN_DIRECTORY")).flatten() {
+        return dir;
+    }
+    // Only root may write below /var/lib. Others have a folder for state (XDG Base Directory Specification).
+    let state = || named("XDG_STATE_HOME").or_else(|| named("HOME").map(|home| home.join(".local/state")));
+    let root = "/var/lib/rekindle-seen";
+    match Uid::effective().is_root() {
+        true => root.into(),
+        false => state().map_or_else(|| root.into(), |state| state.join("rekindle/seen")),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -127,7 +147,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let job: JobName = "train".parse().unwrap();
         let trust = Trust::new(Key::new(&[7; 32]), Path::new("/etc/key"), Unsigned::Refused);
-        let seen = Seen::of(&dir.path().join("a/seen"), &job, &trust).unwrap();
+        let seen = Seen::below(&dir.path().join("a/seen"), &job, &trust).unwrap();
         let id = |n| ImageId::new(n, DateTime::UNIX_EPOCH);
         assert_eq!(seen.newest("first").unwrap(), None);
         seen.note("first", id(7)).unwrap();
@@ -142,6 +162,6 @@ mod tests {
         assert_eq!(seen.runs().unwrap().len(), RUNS);
         std::fs::write(&seen.path, "{").unwrap();
         assert!(seen.newest("first").is_err() && seen.note("first", id(9)).is_err(), "nothing is thrown away");
-        assert!(Seen::of(dir.path(), &job, &Trust::default()).is_none());
+        assert!(Seen::below(dir.path(), &job, &Trust::default()).is_none());
     }
 }

@@ -28,7 +28,6 @@ use std::time::Instant;
 
 use anyhow::{Context, ensure};
 use rekindle_os::beneath::Beneath;
-use rekindle_os::parallel;
 use rekindle_store::chunk::{ChunkId, Codec, Compression};
 use rekindle_store::options::Copies;
 use rekindle_store::pack::{Entry, PackIndex, PackName, Unread};
@@ -64,7 +63,7 @@ fn main() -> anyhow::Result<()> {
 }
 
 fn count(threads: &str) -> anyhow::Result<usize> {
-    Ok(if threads == "auto" { persist::threads_beside(parallel::cores()) } else { threads.parse()? })
+    Ok(if threads == "auto" { persist::threads() } else { threads.parse()? })
 }
 
 fn noise(seed: u64) -> blake3::OutputReader {

@@ -200,7 +200,7 @@ fn an_image_stays_while_the_job_goes_back_to_it() {
     let hook = format!("{:?}", ["/bin/sh", "-c", &script, lab.path().to_str().unwrap()]);
     let lab = lab.set("hooks.before-restore", &hook).set("hooks.timeout", "\"100s\"");
     // Storing takes longer than a command needs to start, on a busy machine too.
-    let lab = lab.set("store.persist-threads", "1").set("store.persist-rate", "\"8MiB\"");
+    let lab = lab.set("store.persist-rate", "\"8MiB\"");
     let mut run = until_after_snapshot(&lab, "fresh-128");
     ask(&lab, &["snapshot", "j", "--stored"]);
     let newest = ask(&lab, &["snapshot", "j"])["snapshot"]["image"].as_str().unwrap().to_owned();

@@ -482,7 +482,8 @@ fn an_image_of_a_newer_criu_is_refused_by_name() {
 fn a_manifest_from_the_future_is_left_alone() {
     let Some(Ground { lab, newest, .. }) = Ground::new() else { return };
     // The chunks of a removed image are swept at once, where that is safe.
-    let lab = lab.set("store.sweep-after", "\"0s\"").set("snapshot.rehearse", "\"1day\"");
+    let mut lab = lab.set("snapshot.rehearse", "\"1day\"");
+    lab.set_variable("REKINDLE_TEST_SWEEP_AFTER", "0s");
     let file = newest.dir.join("manifest.json");
     let text = fs::read_to_string(&file).unwrap();
     let newer = text.replacen("\"version\": 2", "\"version\": 7", 1);

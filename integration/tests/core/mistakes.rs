@@ -231,7 +231,7 @@ fn link_program(lab: &Lab) -> std::path::PathBuf {
 fn try_one(lab: &Lab, path: &str, &(typed, parts, code): &Row) -> Result<(), String> {
     let mut shell = Command::new("timeout");
     shell.args(["20", "sh", "-c", typed]).current_dir(lab.path()).env("PATH", path).envs(lab.variables());
-    shell.env("REKINDLE_CONTROL_DIRECTORY", lab.file("control")).env("REKINDLE_STORE_SEEN_DIRECTORY", lab.file("seen"));
+    shell.env("REKINDLE_CONTROL_DIRECTORY", lab.file("control")).env("REKINDLE_TEST_SEEN_DIRECTORY", lab.file("seen"));
     let done = shell.output().unwrap();
     let said = String::from_utf8_lossy(&done.stderr).into_owned();
     let report = |why: String| Err(format!("$ {typed}\n{}  => {:?}: {why}", said, done.status.code()));

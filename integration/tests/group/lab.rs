@@ -294,7 +294,7 @@ impl Lab {
         command.env("REKINDLE_CONTROL_DIRECTORY", self.path(&format!("control{machine}")));
         command.env("REKINDLE_SNAPSHOT_STAGING_DIRECTORY", self.memory_of(machine));
         command.env("REKINDLE_METRICS_TEXTFILE", self.path(&format!("{rank}.prom")));
-        command.env("REKINDLE_STORE_SEEN_DIRECTORY", self.path(&format!("seen{machine}")));
+        command.env("REKINDLE_TEST_SEEN_DIRECTORY", self.path(&format!("seen{machine}")));
         command
     }
 

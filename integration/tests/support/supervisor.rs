@@ -288,7 +288,7 @@ case "$*" in *swrk*) ;; *) exec "$real" "$@" ;; esac
         command.env("REKINDLE_STORE_DIRECTORY", self.store()).env("REKINDLE_LAB", self.path());
         command.env("REKINDLE_SNAPSHOT_STAGING_DIRECTORY", self.memory());
         command.env("REKINDLE_CONTROL_DIRECTORY", self.file("control"));
-        command.env("REKINDLE_STORE_SEEN_DIRECTORY", self.file("seen"));
+        command.env("REKINDLE_TEST_SEEN_DIRECTORY", self.file("seen"));
         command.env_remove("REKINDLE_CONFIG");
         command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         command

@@ -62,7 +62,6 @@ fn a_variable_is_read_as_the_type_of_its_key() {
         ("REKINDLE_RESTART_NEVER_RETRY_EXIT_CODES", ""),
         ("REKINDLE_STORE_MIN_FREE", "1048576"),
         ("REKINDLE_STORE_PERSIST_RATE", "2097152"),
-        ("REKINDLE_STORE_PERSIST_THREADS", "5"),
         ("REKINDLE_STORE_MAX_TOTAL_SIZE", "3145728"),
         ("REKINDLE_STORE_COMPRESSION", "lz4"),
         ("REKINDLE_REPLICA_URL", "gs://b/c"),
@@ -86,7 +85,6 @@ fn a_variable_is_read_as_the_type_of_its_key() {
     assert_eq!(config.restart.never_retry_exit_codes, [0_u8; 0]);
     assert_eq!(config.store.min_free.bytes(), 1 << 20);
     assert_eq!(config.store.persist_rate, Rate::PerSecond(ByteSize::mib(2)));
-    assert_eq!(config.store.persist_threads, Threads::Count(5));
     assert_eq!(config.store.max_total_size, SizeLimit::AtMost(ByteSize::mib(3)));
     assert_eq!(config.store.compression, Compression::Lz4);
     assert_eq!(config.replica.url.as_ref().map(ReplicaUrl::as_str), Some("gs://b/c"));

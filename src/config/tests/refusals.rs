@@ -15,6 +15,16 @@ fn a_removed_key_says_what_to_do() {
 }
 
 #[test]
+fn a_removed_key_is_no_key_and_is_told_as_a_variable_too() {
+    for (path, _) in keys::REMOVED.iter().filter(|(path, _)| !path.starts_with('[')) {
+        assert_eq!(keys::find(path), None, "{path}");
+        let variable = format!("REKINDLE_{}", path.to_uppercase().replace(['.', '-'], "_"));
+        let told = load_layers("version = 1\n", &[(&variable, "1")], &Overrides::default()).unwrap_err().to_string();
+        assert!(told.contains(&format!("{variable} was removed: ")), "{told}");
+    }
+}
+
+#[test]
 fn the_coordinator_is_local_or_a_list_of_addresses() {
     use crate::config::Coordinator;
     let read =
@@ -78,7 +88,6 @@ fn each_rule_refuses_with_key_value_and_rule() {
     let slow = "must be at least 1MiB, or \"unlimited\": a slower copy of an image takes days";
     let limited = "must be \"unlimited\", a size such as \"64MiB\" or \"200GB\", or a whole number of bytes";
     let compression = "must be \"auto\", \"none\", \"lz4\", \"zstd\", or \"zstd:LEVEL\" with a level from -7 to 19";
-    let threads = "must be \"auto\" or a whole number from 1 to 64";
     let url = "must be s3://BUCKET/PATH, gs://BUCKET/PATH, az://CONTAINER/PATH or file:///PATH, without user, password or \
                query: credentials come from the environment";
     let long = format!("\"{}\"", "n".repeat(65));
@@ -174,10 +183,6 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("store", "persist-rate", "-1", rate),
         ("store", "persist-rate", "0", slow),
         ("store", "persist-rate", "\"1MB\"", slow),
-        ("store", "persist-threads", "0", threads),
-        ("store", "persist-threads", "65", threads),
-        ("store", "persist-threads", "-1", threads),
-        ("store", "persist-threads", "\"off\"", threads),
         ("store", "keep-hourly", "-1", whole),
         ("store", "keep-daily", "\"7\"", whole),
         ("store", "keep-within", "7", duration),
@@ -188,21 +193,11 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("store", "compression", "\"zstd:20\"", compression),
         ("store", "compression", "true", compression),
         ("store", "encryption-key", "\"key\"", path),
-        ("store", "seen-directory", "\"seen\"", path),
         (
             "store",
             "accept-unsigned",
             "true",
             "must not be set without store.encryption-key: without a key nothing is signed",
-        ),
-        ("store", "sweep-after", "600", duration),
-        ("store", "sweep-after", "\"31days\"", longest),
-        ("store", "repack", "\"255MiB\"", "must be at least 256MiB, or \"off\": packs have that size"),
-        (
-            "store",
-            "repack",
-            "\"none\"",
-            "must be \"off\", a size such as \"64MiB\" or \"200GB\", or a whole number of bytes",
         ),
         ("store", "copies", "0", "must be 1 or 2"),
         ("store", "copies", "3", "must be 1 or 2"),
@@ -285,15 +280,11 @@ fn what_just_keeps_a_rule_is_accepted() {
         ("snapshot", "dump-timeout = \"30days\""),
         ("store", "keep-last = 4294967295"),
         ("store", "persist-rate = 1048576"),
-        ("store", "persist-threads = 1"),
-        ("store", "persist-threads = \"auto\""),
         ("store", "keep-hourly = 0"),
         ("store", "keep-within = \"10years\""),
         ("store", "max-total-size = 1048576"),
         ("store", "compression = \"zstd:19\""),
         ("store", "encryption-key = \"/k\""),
-        ("store", "sweep-after = \"30days\""),
-        ("store", "repack = \"256MiB\""),
         ("store", "copies = 1"),
         ("store", "copies = \"2\""),
         ("store", "verify-rate = \"off\""),

@@ -16,6 +16,13 @@ mod damage;
 pub(crate) mod full;
 mod killed;
 
+#[test]
+fn threads_leave_the_job_most_processors() {
+    for (processors, threads) in [(1, 1), (2, 2), (4, 2), (8, 2), (12, 3), (16, 4), (32, 8), (256, 8)] {
+        assert_eq!(threads_among(processors), threads, "{processors}");
+    }
+}
+
 /// A store, and a folder used as a slot.
 pub(crate) struct Ground {
     pub(crate) dir: tempfile::TempDir,
