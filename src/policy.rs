@@ -212,6 +212,10 @@ impl Decision {
     }
 }
 
+/// A life of this length begins the count of restarts and their pauses anew: what ends the job then is hardly
+/// what ended it before.
+pub(crate) const HEALTHY_UPTIME: Duration = Duration::from_secs(600);
+
 /// How often a job may die soon after a start from the beginning.
 pub(crate) const EARLY_DEATHS: u32 = 2;
 /// How often in a row a job may hang after a restore without any progress, if all images that are left are of a hang.
@@ -259,7 +263,7 @@ impl History {
         }
         let newest = images.good.iter().copied().find(|id| !self.suspects.is_of_hang(*id));
         let before = self.newest;
-        if uptime >= policy.healthy_uptime {
+        if uptime >= HEALTHY_UPTIME {
             // Without a newer image it came no further than the lives before.
             let suspects = if newest > before { self.suspects.of_hangs() } else { std::mem::take(&mut self.suspects) };
             *self = History { suspects, hangs: self.hangs, ..History::default() };

@@ -38,7 +38,7 @@ def known_keys(rekindle):
 
 
 def variable(key):
-    """The environment variable of a key: snapshot.retry-max is REKINDLE_SNAPSHOT_RETRY_MAX."""
+    """The environment variable of a key: snapshot.retry-after is REKINDLE_SNAPSHOT_RETRY_AFTER."""
     return "REKINDLE_" + key.upper().replace(".", "_").replace("-", "_")
 
 

@@ -25,7 +25,6 @@ BACK_S = 90
 SETTINGS = {
     "snapshot.interval": "1s",
     "snapshot.retry-after": "1s",
-    "snapshot.retry-max": "2s",
     "restart.backoff": "100ms",
     "restart.backoff-max": "1s",
     # Deaths sooner than this after a restore speak against an image, and the fourth has another one tried; an image is

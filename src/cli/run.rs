@@ -469,7 +469,7 @@ fn supervise(
     let staging = provide::staging_area(&config, &folder, &lock);
     let interposer = provide::interposer(&config, &mut spec, &work, staging.as_ref());
     provide::nccl_limits(&config, &mut spec, interposer.is_some());
-    provide::hwloc_limits(&config, &mut spec);
+    provide::hwloc_limits(&mut spec);
     let Start { from, base, lineage, named } = start;
     let seen = trust::seen(&folder);
     let visible = spec.environment.get(OsStr::new("CUDA_VISIBLE_DEVICES")).map(|value| value.to_string_lossy());

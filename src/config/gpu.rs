@@ -2,7 +2,6 @@
 
 use serde::{Deserialize, Serialize};
 
-use rekindle_engine::launch::hwloc::Hwloc;
 use rekindle_engine::launch::memory::GpuMemory;
 use rekindle_engine::launch::nccl::Nccl;
 
@@ -12,8 +11,6 @@ use rekindle_engine::launch::nccl::Nccl;
 pub(crate) struct Gpu {
     /// NCCL features to disable so that a snapshot is possible.
     pub(crate) nccl: Nccl,
-    /// Whether hwloc is kept from opening the GPUs.
-    pub(crate) hwloc: Hwloc,
     /// Where large allocations of GPU memory are while the job is frozen.
     pub(crate) memory: GpuMemory,
     /// Of memory that stays there: one of so many snapshots copies all of it and compares nothing; at least 1.
@@ -22,7 +19,7 @@ pub(crate) struct Gpu {
 
 impl Default for Gpu {
     fn default() -> Gpu {
-        let (nccl, hwloc, memory) = Default::default();
-        Gpu { nccl, hwloc, memory, full_copy_every: 1 }
+        let (nccl, memory) = Default::default();
+        Gpu { nccl, memory, full_copy_every: 1 }
     }
 }

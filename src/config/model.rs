@@ -189,11 +189,6 @@ pub(crate) struct Snapshot {
     /// First wait after a failed snapshot; doubles with each further failure.
     #[serde(with = "duration")]
     pub(crate) retry_after: Duration,
-    /// Longest wait after a failed snapshot.
-    #[serde(with = "duration")]
-    pub(crate) retry_max: Duration,
-    /// Largest deleted but open file that is copied into the image; fits in 32 bits (CRIU's `ghost_limit`).
-    pub(crate) ghost_limit: ByteSize,
     /// Maximum bytes of files on disk in an image, for files that the job changes in place. Files in memory do not
     /// count.
     pub(crate) file_limit: ByteSize,
@@ -209,6 +204,25 @@ pub(crate) struct Snapshot {
     pub(crate) staging_directory: PathBuf,
     /// Whether the job loads the library that makes the CUDA driver's copies faster.
     pub(crate) interposer: Interposer,
+}
+
+/// The longest wait after failed snapshots, unless `retry-after` is longer. What does not pass by itself costs the job
+/// little then, and what passes in the night is noticed the same night.
+const LONGEST_RETRY: Duration = Duration::from_secs(1800);
+
+impl Snapshot {
+    /// The wait after this many failures in a row: the first is 1.
+    #[must_use]
+    pub(crate) fn retry_wait(&self, failures: u32) -> Duration {
+        let factor = 1u32.checked_shl(failures.saturating_sub(1)).unwrap_or(u32::MAX);
+        self.retry_after.saturating_mul(factor).min(self.longest_retry())
+    }
+
+    /// The longest wait after failures.
+    #[must_use]
+    pub(crate) fn longest_retry(&self) -> Duration {
+        self.retry_after.max(LONGEST_RETRY)
+    }
 }
 
 /// `snapshot.staging`.
@@ -309,9 +323,6 @@ pub(crate) struct Restart {
     /// A death sooner than this after a restore counts against the image.
     #[serde(with = "duration")]
     pub(crate) min_uptime: Duration,
-    /// A job that lives this long resets the counters.
-    #[serde(with = "duration")]
-    pub(crate) healthy_uptime: Duration,
     /// Exit codes that are worth a restart; empty means every code but 0.
     pub(crate) retry_exit_codes: Vec<u8>,
     /// Exit codes that are never worth a restart.
@@ -438,10 +449,6 @@ impl Default for Snapshot {
             freeze_timeout: seconds(10),
             dump_timeout: seconds(1800),
             retry_after: seconds(30),
-            retry_max: seconds(1800),
-            // Shared memory is in deleted files, of tens of MB each with NCCL, or the size of a batch with DataLoader:
-            // a longer freeze is better than no image. This is the largest value that CRIU accepts.
-            ghost_limit: ByteSize::mib(4095),
             // Enough for a database beside the training. Larger files are mostly written once, and would lengthen every
             // freeze.
             file_limit: ByteSize::gib(16),
@@ -491,7 +498,6 @@ impl Default for Restart {
             backoff: seconds(1),
             backoff_max: seconds(300),
             min_uptime: seconds(30),
-            healthy_uptime: seconds(600),
             retry_exit_codes: Vec::new(),
             // Wrong usage, not executable, not found: another try would end in the same way.
             never_retry_exit_codes: vec![2, 126, 127],

@@ -105,7 +105,6 @@ impl Config {
         snapshot::Options {
             track: self.files.track.clone(),
             file_limit: of.file_limit.bytes(),
-            ghost_limit: u32::try_from(of.ghost_limit.bytes()).unwrap_or(u32::MAX),
             tcp: of.tcp,
             lock_timeout: of.lock_timeout,
             // Who gives one attempt more time wants it to have that.

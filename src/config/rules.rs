@@ -270,14 +270,6 @@ fn snapshot(config: &Config, rules: &mut Rules) {
     });
     rules.time("snapshot.dump-timeout", snapshot.dump_timeout, second, "");
     rules.time("snapshot.retry-after", snapshot.retry_after, Duration::from_millis(1), "");
-    rules.time("snapshot.retry-max", snapshot.retry_max, Duration::from_millis(1), "");
-    rules.that(snapshot.retry_max >= snapshot.retry_after, "snapshot.retry-max", || {
-        let least = humantime::format_duration(snapshot.retry_after);
-        format!("must be at least snapshot.retry-after, which is \"{least}\"")
-    });
-    rules.that(u32::try_from(snapshot.ghost_limit.bytes()).is_ok(), "snapshot.ghost-limit", || {
-        "must be less than 4GiB, because CRIU's limit is a 32-bit number of bytes".to_owned()
-    });
     for folder in &config.files.track {
         rules.path("files.track", Some(folder));
         // A restore would take the images away that were made since.
@@ -350,7 +342,6 @@ fn restart(config: &Config, rules: &mut Rules) {
         format!("must be at least restart.backoff, which is \"{least}\"")
     });
     rules.time("restart.min-uptime", restart.min_uptime, Duration::ZERO, "");
-    rules.time("restart.healthy-uptime", restart.healthy_uptime, Duration::ZERO, "");
     rules.codes("restart.retry-exit-codes", &restart.retry_exit_codes);
     rules.codes("restart.never-retry-exit-codes", &restart.never_retry_exit_codes);
     let both = |code: &&u8| restart.never_retry_exit_codes.contains(*code);
@@ -390,7 +381,6 @@ fn watch(config: &Config, rules: &mut Rules) {
         ("watch.no-output-for", watch.no_output_for),
         ("watch.no-cpu-for", watch.no_cpu_for),
         ("watch.no-notify-for", watch.no_notify_for),
-        ("watch.log-silence-after", watch.log_silence_after),
     ];
     for (key, patience) in clocks {
         if let Some(limit) = patience.limit() {

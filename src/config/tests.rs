@@ -72,7 +72,6 @@ allow-amx = true
 limits = { nofile = 65536, memlock = "unlimited", stack = "64MiB" }
 [gpu]
 nccl = "off"
-hwloc = "off"
 memory = "kept"
 full-copy-every = 16
 [group]
@@ -105,8 +104,6 @@ freeze-limit = "3s"
 freeze-timeout = "20s"
 dump-timeout = "1h"
 retry-after = "5s"
-retry-max = "5s"
-ghost-limit = "1GiB"
 file-limit = "1GiB"
 tcp = "close"
 memory-reserve = "200GB"
@@ -140,7 +137,6 @@ window = "2days"
 backoff = "0s"
 backoff-max = "0s"
 min-uptime = "1s"
-healthy-uptime = "2s"
 retry-exit-codes = [1, 255]
 never-retry-exit-codes = []
 cold-start = "never"
@@ -152,7 +148,6 @@ no-output-for = "15m"
 no-cpu-for = "10m"
 no-notify-for = "1m"
 action = "snapshot-and-stop"
-log-silence-after = "off"
 gpu-faults = "off"
 interruption = ["aws", "google"]
 [scheduler]

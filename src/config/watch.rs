@@ -25,8 +25,6 @@ pub(crate) struct Watch {
     pub(crate) no_notify_for: Patience,
     /// What to do if it hangs.
     pub(crate) action: HangAction,
-    /// Time without output after which this is logged, without further action.
-    pub(crate) log_silence_after: Patience,
     /// Whether faults of GPUs are watched while the job runs.
     pub(crate) gpu_faults: GpuFaults,
     /// Which cloud is asked whether it interrupts this machine.
@@ -40,7 +38,6 @@ impl Default for Watch {
             no_cpu_for: Patience::Off,
             no_notify_for: Patience::Off,
             action: HangAction::default(),
-            log_silence_after: Patience::For(Duration::from_secs(1800)),
             gpu_faults: GpuFaults::default(),
             interruption: Interruption::default(),
         }

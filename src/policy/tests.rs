@@ -177,7 +177,7 @@ fn the_limit_holds_within_its_window_and_backs_off() {
 fn healthy_uptime_forgives() {
     let (mut history, mut p, now) = (History::default(), policy(), Instant::now());
     p.max_restarts = 1;
-    let healthy = p.healthy_uptime;
+    let healthy = HEALTHY_UPTIME;
     for _ in 0..5 {
         let decision = history.after_death(CRASH, StartPoint::Image(id(1)), healthy, &Images::good([id(1)]), &p, now);
         assert!(matches!(decision, Decision::Again { after, mark: None, .. } if after.is_zero()));
@@ -195,7 +195,7 @@ fn a_hang_is_not_restored_from_an_image_of_it() {
     };
     let image = |n| StartPoint::Image(id(n));
     // However long it lived.
-    let healthy = p.healthy_uptime * 3;
+    let healthy = HEALTHY_UPTIME * 3;
     assert_eq!(hangs(&mut history, StartPoint::Cold, healthy, &[3, 2, 1], &[3, 2]), (image(1), None));
     assert_eq!(hangs(&mut history, image(1), healthy, &[3, 2, 1], &[]), (image(1), None), "it made progress");
     // It takes a new image, and hangs again: then that is the newest, and older ones of the first hang stay out.
@@ -236,7 +236,7 @@ fn a_job_that_has_only_images_of_its_hang_is_given_up() {
     let (mut from, mut good, mut lives) = (StartPoint::Cold, vec![id(1)], 0);
     loop {
         let images = Images { stuck: good.iter().copied().collect(), ..Images::good(good.iter().rev().copied()) };
-        let decision = history.after_death(Death::Hung, from, p.healthy_uptime, &images, &p, now);
+        let decision = history.after_death(Death::Hung, from, HEALTHY_UPTIME, &images, &p, now);
         good.retain(|image| decision.mark().is_none_or(|mark| mark.image != *image));
         good.push(id(lives + 2));
         match decision {
@@ -256,7 +256,7 @@ fn a_proven_image_is_not_marked_for_hangs_but_passed_over() {
     let (mut history, p, now) = (History::default(), policy(), Instant::now());
     let (stuck, proven) = (BTreeSet::from([id(2)]), BTreeSet::from([id(1), id(2)]));
     let images = Images { stuck, proven, ..Images::good([id(2), id(1)]) };
-    let mut hangs = || history.after_death(Death::Hung, StartPoint::Image(id(2)), p.healthy_uptime, &images, &p, now);
+    let mut hangs = || history.after_death(Death::Hung, StartPoint::Image(id(2)), HEALTHY_UPTIME, &images, &p, now);
     let seen: Vec<(StartPoint, bool)> = (0..4).map(|_| hangs()).map(|it| (from(&it), it.mark().is_some())).collect();
     let (again, older) = ((StartPoint::Image(id(2)), false), (StartPoint::Image(id(1)), false));
     assert_eq!(seen, [again, again, again, older]);
@@ -265,7 +265,7 @@ fn a_proven_image_is_not_marked_for_hangs_but_passed_over() {
 #[test]
 fn a_job_that_comes_no_further_from_an_image_goes_back_to_an_older_one() {
     let (p, now) = (Restart { max_restarts: 100, ..policy() }, Instant::now());
-    for uptime in [LATER, p.healthy_uptime * 2] {
+    for uptime in [LATER, HEALTHY_UPTIME * 2] {
         let mut history = History::default();
         let mut dies = |image, death, uptime, images: &[u32]| {
             let images = Images::good(images.iter().map(|n| id(*n)));
@@ -315,7 +315,7 @@ fn a_job_that_makes_progress_is_restarted_at_once() {
     assert_eq!(dies(image(1), LATER, &[2, 1]), Duration::ZERO, "it took one");
     assert_eq!(dies(image(2), SOON, &[3, 2, 1]), p.backoff, "it took one, and died soon");
     assert_eq!(dies(image(3), LATER, &[3, 2, 1]), p.backoff * 2);
-    assert_eq!(dies(image(3), p.healthy_uptime, &[3, 2, 1]), Duration::ZERO);
+    assert_eq!(dies(image(3), HEALTHY_UPTIME, &[3, 2, 1]), Duration::ZERO);
 }
 
 #[test]

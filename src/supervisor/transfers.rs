@@ -77,9 +77,8 @@ impl StoreRetry {
 
     /// It failed.
     pub(super) fn failed(&mut self, config: &Snapshot, now: Instant) {
-        let factor = 1u32.checked_shl(self.failures).unwrap_or(u32::MAX);
         self.failures = self.failures.saturating_add(1);
-        self.at = Some(now + config.retry_after.saturating_mul(factor).min(config.retry_max));
+        self.at = Some(now + config.retry_wait(self.failures));
     }
 
     pub(super) fn succeeded(&mut self) {
@@ -253,7 +252,7 @@ mod tests {
                 retry.at(&suspended).unwrap() - now
             })
             .collect();
-        let (after, max) = (config.retry_after, config.retry_max);
+        let (after, max) = (config.retry_after, config.longest_retry());
         assert_eq!((&pauses[..3], pauses[8]), (&[after, after * 2, after * 4][..], max));
         assert_eq!(retry.at(&State::Starting { from, then: None }), None, "an image is being read");
         assert!(!retry.takes(&suspended, now + max - Duration::from_secs(1)));

@@ -289,18 +289,15 @@ impl Owner<'_> {
         self.watch.log = Listener::new(|work| self.spawn("kernel-log", work)).ok();
         let setup = Arc::clone(self.setup);
         let beats = setup.sockets.beats.as_ref().map(|beats| beats.count()).unwrap_or_default();
-        if let Some(detector) =
-            HangDetector::new(&setup.config.watch, &self.setup.output, setup.folder.log_dir(), beats)
-        {
-            let (orders, told) = mpsc::channel();
-            self.watch.detector = Some(orders);
-            let sender = self.threads.sender.clone();
-            self.spawn("watch", move || {
-                detector.keep(&told, |life, finding| {
-                    let _ = sender.send(Message::Watched(Finding::HangDetector(life, finding)));
-                });
+        let detector = HangDetector::new(&setup.config.watch, &self.setup.output, setup.folder.log_dir(), beats);
+        let (orders, told) = mpsc::channel();
+        self.watch.detector = Some(orders);
+        let sender = self.threads.sender.clone();
+        self.spawn("watch", move || {
+            detector.keep(&told, |life, finding| {
+                let _ = sender.send(Message::Watched(Finding::HangDetector(life, finding)));
             });
-        }
+        });
         if setup.config.rules.iter().any(|rule| rule.matches.is_of_output()) {
             let files = self.setup.output.clone();
             let (turn, sender, setup) =

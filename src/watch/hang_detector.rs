@@ -57,11 +57,14 @@ pub(crate) enum Finding {
     Moves(u64, Missing),
 }
 
+/// Time without output after which the log says so. Few trainings print less often, and a line in the log harms none.
+const SILENCE: Duration = Duration::from_secs(1800);
+
 /// The detector and what it watches.
 #[derive(Debug)]
 pub(crate) struct HangDetector {
     clocks: Vec<(Missing, Clock)>,
-    silence: Option<Clock>,
+    silence: Clock,
     files: output::Files,
     /// Counts the job's WATCHDOG=1.
     beats: Arc<AtomicU64>,
@@ -88,14 +91,9 @@ struct Seen {
 }
 
 impl HangDetector {
-    /// A detector with the configured clocks; `None` without any.
+    /// A detector with the configured clocks.
     #[must_use]
-    pub(crate) fn new(
-        watch: &Watch,
-        files: &output::Files,
-        logs: Beneath,
-        beats: Arc<AtomicU64>,
-    ) -> Option<HangDetector> {
+    pub(crate) fn new(watch: &Watch, files: &output::Files, logs: Beneath, beats: Arc<AtomicU64>) -> HangDetector {
         let wanted = [
             (Missing::Output, watch.no_output_for),
             (Missing::Work, watch.no_cpu_for),
@@ -103,15 +101,16 @@ impl HangDetector {
         ];
         let clocks: Vec<_> =
             wanted.into_iter().filter_map(|(what, patience)| Some((what, Clock::new(patience.limit()?)))).collect();
-        let silence = watch.log_silence_after.limit().map(Clock::new);
-        let shortest = clocks.iter().map(|(_, clock)| clock).chain(&silence).map(Clock::limit).min()?;
+        let silence = Clock::new(SILENCE);
         // A tenth of a limit is precise enough; a silence alone is not urgent.
-        let longest = Duration::from_secs(if clocks.is_empty() { 60 } else { 10 });
-        let pause = (shortest / 10).clamp(Duration::from_millis(20), longest);
+        let shortest = clocks.iter().map(|(_, clock)| clock.limit()).min();
+        let pause = shortest.map_or(Duration::from_secs(60), |shortest| {
+            (shortest / 10).clamp(Duration::from_millis(20), Duration::from_secs(10))
+        });
         let files = files.clone();
         let (seen, gpu) = (Seen::default(), GpuWork::default());
         let (going, unseen) = (false, (0, Vec::new()));
-        Some(HangDetector { clocks, silence, files, beats, logs, pause, going, life: 0, root: None, seen, gpu, unseen })
+        HangDetector { clocks, silence, files, beats, logs, pause, going, life: 0, root: None, seen, gpu, unseen }
     }
 
     /// Runs until the sender of orders is gone.
@@ -183,7 +182,7 @@ impl HangDetector {
     }
 
     fn clocks(&mut self) -> impl Iterator<Item = &mut Clock> {
-        self.clocks.iter_mut().map(|(_, clock)| clock).chain(&mut self.silence)
+        self.clocks.iter_mut().map(|(_, clock)| clock).chain([&mut self.silence])
     }
 
     /// Takes the current values as the last seen ones.
@@ -217,10 +216,8 @@ impl HangDetector {
                 report(life, Finding::GoesOn(*what));
             }
         }
-        if wanted == Missing::Output
-            && let Some(silence) = &mut self.silence
-        {
-            silence.progress(now);
+        if wanted == Missing::Output {
+            self.silence.progress(now);
         }
     }
 
@@ -252,7 +249,7 @@ impl HangDetector {
             }
             (self.seen.ticks, self.seen.at) = (ticks, Some(now));
         }
-        if let Some(idle) = self.silence.as_mut().and_then(|silence| silence.due(now)) {
+        if let Some(idle) = self.silence.due(now) {
             report(self.life, Finding::Silent(idle));
         }
         let due: Vec<(Missing, Duration)> =
@@ -285,9 +282,8 @@ mod tests {
     /// A detector of hangs of a process that does not exist, ten seconds without output long.
     fn detector(folder: &std::path::Path) -> HangDetector {
         let files = output::Files::create(folder, output::Bounds::default()).unwrap();
-        let watch =
-            Watch { no_output_for: Patience::For(10 * SECOND), log_silence_after: Patience::Off, ..Watch::default() };
-        HangDetector::new(&watch, &files, Beneath::at(folder).unwrap(), Arc::default()).unwrap()
+        let watch = Watch { no_output_for: Patience::For(10 * SECOND), ..Watch::default() };
+        HangDetector::new(&watch, &files, Beneath::at(folder).unwrap(), Arc::default())
     }
 
     #[test]
@@ -386,13 +382,27 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_watched_where_nothing_is_asked_for() {
+    fn half_an_hour_without_output_is_told_once_until_there_is_more() {
         let dir = tempfile::tempdir().unwrap();
         let files = output::Files::create(dir.path(), output::Bounds::default()).unwrap();
-        let detector =
-            |watch: &Watch| HangDetector::new(watch, &files, Beneath::at(dir.path()).unwrap(), Arc::default());
-        let off = Watch { log_silence_after: Patience::Off, ..Watch::default() };
-        assert!(detector(&off).is_none());
-        assert_eq!(detector(&Watch::default()).unwrap().pause, Duration::from_secs(60));
+        let logs = Beneath::at(dir.path()).unwrap();
+        let mut detector = HangDetector::new(&Watch::default(), &files, logs, Arc::default());
+        assert_eq!(detector.pause, Duration::from_secs(60));
+        let (start, found) = (Instant::now(), RefCell::new(Vec::new()));
+        let report = |_, finding| found.borrow_mut().push(finding);
+        let at = |minutes: u32| start + minutes * 60 * SECOND;
+        detector.obey(Order::Life(1, i32::MAX), start, &report);
+        detector.obey(Order::Go(1), start, &report);
+        detector.look(at(29), &report);
+        assert_eq!(found.take(), []);
+        detector.look(at(30), &report);
+        detector.look(at(31), &report);
+        assert_eq!(found.take(), [Finding::Silent(SILENCE)]);
+        std::fs::write(&files.stdout, "goes on").unwrap();
+        detector.look(at(40), &report);
+        detector.look(at(69), &report);
+        assert_eq!(found.take(), []);
+        detector.look(at(70), &report);
+        assert_eq!(found.take(), [Finding::Silent(SILENCE)]);
     }
 }

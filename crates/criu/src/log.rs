@@ -238,10 +238,7 @@ const HINTS: &[(&str, &str)] = &[
         "a library that the job uses was upgraded since the snapshot: install the version used at the snapshot",
     ),
     ("Can't fork for", "a pid of the image is in use in the job's own namespace: report this as a fault of rekindle"),
-    (
-        "increase limit",
-        "a deleted file that the job still has open is larger than snapshot.ghost-limit: raise it (at most 4095MiB)",
-    ),
+    ("increase limit", "a deleted file that the job still has open is larger than 4095 MiB, the most that CRIU copies"),
     (
         "Can't create link remap",
         "a file that the job has open was deleted and has another hard link, and its folder is not writable",

@@ -136,8 +136,6 @@ pub struct Options {
     pub track: Vec<PathBuf>,
     /// Maximum bytes of files on disk in an image, for files that the job changes in place.
     pub file_limit: u64,
-    /// Largest deleted but open file that CRIU copies into the image, in bytes.
-    pub ghost_limit: u32,
     /// What happens to established TCP connections.
     pub tcp: TcpChoice,
     /// How long the CUDA driver may wait for running kernels; at least 1 ms, because 0 means for ever to the driver.

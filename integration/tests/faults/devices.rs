@@ -91,7 +91,7 @@ fn a_cuda_process_whose_opencl_is_not_used_is_in_the_image_without_its_devices()
     let mut supervisor = rig.start();
     let set = format!("/proc/{}/environ", supervisor.main_pid());
     let set = fs::read_to_string(set).unwrap();
-    assert!(set.split('\0').any(|variable| variable == "HWLOC_COMPONENTS=-opencl"), "gpu.hwloc: {set}");
+    assert!(set.split('\0').any(|variable| variable == "HWLOC_COMPONENTS=-opencl"), "{set}");
     supervisor.snapshot();
     assert!(rig.log().contains("OpenCL is initialised and not used in process 1001 (python3)"), "{}", rig.log());
     supervisor.assert_unharmed(1);

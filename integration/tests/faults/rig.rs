@@ -14,9 +14,8 @@ use crate::standin::Standin;
 use crate::supervisor::{LIMIT, Lab, Running, criu, job_file, kill, python};
 
 /// For jobs that are meant to fail often. The rest is the lab's.
-const CONFIG: [(&str, &str); 8] = [
+const CONFIG: [(&str, &str); 7] = [
     ("snapshot.retry-after", "\"300ms\""),
-    ("snapshot.retry-max", "\"2s\""),
     ("store.min-free", "0"),
     ("restart.backoff", "\"20ms\""),
     ("restart.backoff-max", "\"200ms\""),
@@ -174,9 +173,7 @@ impl Rig {
 
     /// When a snapshot that failed is tried again: later than what is looked at before.
     pub(crate) fn retry_after(&mut self, pause: &str) {
-        for key in ["SNAPSHOT_RETRY_AFTER", "SNAPSHOT_RETRY_MAX"] {
-            self.set(key, pause);
-        }
+        self.set("SNAPSHOT_RETRY_AFTER", pause);
     }
 
     /// Uses `rekindle VERB j` instead of `run` from now on.

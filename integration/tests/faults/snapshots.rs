@@ -212,9 +212,7 @@ fn a_pause_between_kernels_that_are_longer_than_the_lock_timeout_is_met() {
     let Some(mut rig) = Rig::new() else { return };
     rig.job(&["--busy-ms", "2000", "--sleep-ms", "1500"]);
     rig.set("SNAPSHOT_LOCK_TIMEOUT", "50ms");
-    for key in ["SNAPSHOT_RETRY_AFTER", "SNAPSHOT_RETRY_MAX"] {
-        rig.set(key, "10m");
-    }
+    rig.retry_after("10m");
     let mut supervisor = rig.start();
     for _ in 0..2 {
         // It has just written, and pauses; then it is in the next kernel.
@@ -256,9 +254,7 @@ fn a_restore_goes_on_without_a_process_that_was_about_to_end() {
 #[test]
 fn a_snapshot_whose_criu_is_killed_is_tried_again_at_once() {
     let Some(mut rig) = Rig::new() else { return };
-    for key in ["SNAPSHOT_RETRY_AFTER", "SNAPSHOT_RETRY_MAX"] {
-        rig.set(key, "10m");
-    }
+    rig.retry_after("10m");
     let mut supervisor = rig.start();
     supervisor.snapshot();
     rig.criu_fault("rm -f \"$0-fault\"; kill -9 $$");

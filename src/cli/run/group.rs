@@ -230,14 +230,14 @@ fn options(config: &Config, rank: Rank, keep: usize) -> Options {
             Interval::Off => None,
         },
         retry_after: snapshot.retry_after,
-        retry_max: snapshot.retry_max,
+        retry_max: snapshot.longest_retry(),
         restart: Restart {
             min_uptime: restart.min_uptime,
             backoff: restart.backoff,
             max_backoff: restart.backoff_max,
             max_restarts: restart.max_restarts,
             window: restart.window,
-            healthy_uptime: restart.healthy_uptime,
+            healthy_uptime: policy::HEALTHY_UPTIME,
             early_deaths: policy::EARLY_DEATHS,
             cold_start: match restart.cold_start {
                 config::ColdStart::NoImages => ColdStart::NoImages,

@@ -117,9 +117,9 @@ pub(super) fn nccl_limits(config: &Config, spec: &mut JobSpec, has_interposer: b
 }
 
 /// Keeps hwloc from opening GPUs by OpenCL, because snapshots of processes with open GPUs can be refused.
-pub(super) fn hwloc_limits(config: &Config, spec: &mut JobSpec) {
+pub(super) fn hwloc_limits(spec: &mut JobSpec) {
     if has_driver() {
-        hwloc::tell(hwloc::prepare(config.gpu.hwloc, &mut spec.environment).as_deref());
+        hwloc::tell(hwloc::prepare(&mut spec.environment).as_deref());
     }
 }
 

@@ -9,7 +9,7 @@ use super::ranks::Account;
 use super::restores::Trouble;
 use super::world::World;
 use crate::config::{ColdStart, Snapshot};
-use crate::policy::{Failure, Mark, StartPoint};
+use crate::policy::{Failure, HEALTHY_UPTIME, Mark, StartPoint};
 use crate::supervisor::line::{Candidate, Line};
 use crate::supervisor::state::{Ending, Event, Harm, State, Then};
 use rekindle_os::spawn::Ended;
@@ -214,7 +214,7 @@ impl Oracle {
     /// An image was not stored.
     pub(super) fn not_stored(&mut self, config: &Snapshot, now: Instant) {
         let unstored = &mut self.failures.unstored;
-        let pause = (config.retry_after * 2_u32.saturating_pow(unstored.count.min(16))).min(config.retry_max);
+        let pause = (config.retry_after * 2_u32.saturating_pow(unstored.count.min(16))).min(config.longest_retry());
         unstored.count += 1;
         unstored.by = Some(now + pause + Duration::from_secs(1));
     }
@@ -320,7 +320,7 @@ impl World {
         }
         let restart = &self.config.restart;
         let StartPoint::Image(id) = job.from else {
-            if uptime >= restart.healthy_uptime {
+            if uptime >= HEALTHY_UPTIME {
                 self.oracle.failures.row = None;
             }
             return;
@@ -340,7 +340,7 @@ impl World {
         let did_nothing = by_hang && job.hung.is_some_and(|hung| hung <= job.since || !was_seen);
         self.oracle.failures.hangs.did_nothing = did_nothing;
         // A life without a newer image came no further than the lives before.
-        if uptime >= restart.healthy_uptime && !took_none && !did_nothing {
+        if uptime >= HEALTHY_UPTIME && !took_none && !did_nothing {
             self.oracle.failures.row = None;
         }
         if did_nothing {

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use super::model::Doom;
 use super::plants::Plant;
 use super::world::{Happening, World, tell};
+use crate::policy::HEALTHY_UPTIME;
 use crate::policy::deaths::Victim;
 use crate::supervisor::deaths::{MOMENT, ProcessDeaths};
 use crate::supervisor::state::{Event, State, Verdict};
@@ -195,7 +196,7 @@ impl World {
             account.newest = account.newest.max(newest);
             self.oracle_sees_report_of_life();
         }
-        if is_new && uptime >= self.config.restart.healthy_uptime {
+        if is_new && uptime >= HEALTHY_UPTIME {
             self.oracle_sees_health(from);
         }
     }

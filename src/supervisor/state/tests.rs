@@ -180,7 +180,7 @@ fn failed_snapshots_back_off_and_recover() {
     }
     let snapshot = &bench.config.snapshot;
     assert_eq!(waits[..3], [snapshot.retry_after, snapshot.retry_after * 2, snapshot.retry_after * 4]);
-    assert_eq!(waits[7], snapshot.retry_max);
+    assert_eq!(waits[7], snapshot.longest_retry());
     machine.step(NOW, now);
     machine.step(TAKEN, now);
     assert_eq!(machine.state().deadline(), Some(now + Duration::from_secs(600)));

@@ -373,9 +373,7 @@ impl Machine<'_> {
 
     /// The pause after this many failures in a row.
     fn retry(&self, failures: u32) -> Duration {
-        let factor = 1u32.checked_shl(failures.saturating_sub(1)).unwrap_or(u32::MAX);
-        let snapshot = &self.config.snapshot;
-        snapshot.retry_after.saturating_mul(factor).min(snapshot.retry_max)
+        self.config.snapshot.retry_wait(failures)
     }
 }
 

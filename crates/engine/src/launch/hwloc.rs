@@ -9,19 +9,6 @@
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 
-use serde::{Deserialize, Serialize};
-
-/// `gpu.hwloc`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Hwloc {
-    /// It does not ask OpenCL.
-    #[default]
-    Auto,
-    /// As it is.
-    Off,
-}
-
 /// hwloc's variable for the components that it may use, separated by commas. `-NAME` at any place excludes one, and
 /// `stop` excludes all that are not named before it (hwloc 2.9, `hwloc_disc_components_enable_others`).
 pub(crate) const VARIABLE: &str = "HWLOC_COMPONENTS";
@@ -29,10 +16,7 @@ pub(crate) const VARIABLE: &str = "HWLOC_COMPONENTS";
 pub(crate) const WITHOUT_OPENCL: &str = "-opencl";
 
 /// Adds the variable to `environment`, unless it is set there. Returns the user's value if that lets hwloc ask OpenCL.
-pub fn prepare(hwloc: Hwloc, environment: &mut BTreeMap<OsString, OsString>) -> Option<String> {
-    if hwloc == Hwloc::Off {
-        return None;
-    }
+pub fn prepare(environment: &mut BTreeMap<OsString, OsString>) -> Option<String> {
     match environment.get(OsStr::new(VARIABLE)) {
         None => {
             environment.insert(VARIABLE.into(), WITHOUT_OPENCL.into());
@@ -65,26 +49,24 @@ fn asks_opencl(value: &str) -> bool {
 mod tests {
     use super::*;
 
-    fn prepared(hwloc: Hwloc, set: Option<&str>) -> (Option<String>, Option<OsString>) {
+    fn prepared(set: Option<&str>) -> (Option<String>, Option<OsString>) {
         let mut environment = set.iter().map(|value| (VARIABLE.into(), value.into())).collect();
-        let told = prepare(hwloc, &mut environment);
+        let told = prepare(&mut environment);
         (told, environment.remove(OsStr::new(VARIABLE)))
     }
 
     #[test]
     fn it_is_set_where_the_user_has_not_set_it() {
-        assert_eq!(prepared(Hwloc::Auto, None), (None, Some("-opencl".into())));
-        assert_eq!(prepared(Hwloc::Off, None), (None, None));
+        assert_eq!(prepared(None), (None, Some("-opencl".into())));
     }
 
     #[test]
     fn the_users_value_stays_and_is_told_where_it_lets_opencl_in() {
         for value in ["", "-gl", "linux,opencl,stop", "-gl, -opencl"] {
-            assert_eq!(prepared(Hwloc::Auto, Some(value)), (Some(value.into()), Some(value.into())), "{value}");
-            assert_eq!(prepared(Hwloc::Off, Some(value)), (None, Some(value.into())), "{value}");
+            assert_eq!(prepared(Some(value)), (Some(value.into()), Some(value.into())), "{value}");
         }
         for value in ["-opencl", "-gl,-opencl", "opencl,-opencl", "linux,x86,stop", "stop,opencl"] {
-            assert_eq!(prepared(Hwloc::Auto, Some(value)), (None, Some(value.into())), "{value}");
+            assert_eq!(prepared(Some(value)), (None, Some(value.into())), "{value}");
         }
     }
 }

@@ -55,6 +55,11 @@ fn steps<'a>() -> [Step<Freeze<'a>, Error>; 10] {
     ]
 }
 
+/// Largest deleted but open file that CRIU copies into the image, in bytes: the largest value that its protocol has room
+/// for, in MiB. Shared memory is in deleted files, of tens of MB each with NCCL, or the size of a batch with DataLoader: a
+/// longer freeze is better than no image.
+const GHOST_LIMIT: u32 = 4095 << 20;
+
 /// How long the copy behind the job may take once the snapshot is cancelled. If the job has died, it is restored from this
 /// image: at 53 GB/s the memory of the largest GPUs (141 GB) takes 2.7 s. On a slow disk it would take minutes, and what is copied
 /// from another file may take longer, too.
@@ -280,7 +285,7 @@ impl Freeze<'_> {
         let dump = DumpOptions {
             root: process::inner_pid(env.root()).ok_or(Error::JobEnded)?,
             tcp: self.seen.tcp,
-            ghost_limit: options.ghost_limit,
+            ghost_limit: GHOST_LIMIT,
             freeze_timeout: options.freeze_timeout,
             plugin: folder.as_deref().map(|folder| Plugin { folder, devices, answers: None, files }),
         };
