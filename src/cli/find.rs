@@ -117,6 +117,11 @@ impl Finder {
     /// For commands that read images.
     pub(super) fn with_key(global: &Global) -> anyhow::Result<Finder> {
         let trust = global.settings(global.overrides())?.store.trust()?;
+        Ok(Finder::trusting(global, trust)?)
+    }
+
+    /// For a command with rules for trusting images of its own.
+    pub(super) fn trusting(global: &Global, trust: Trust) -> Result<Finder, settings::Error> {
         Ok(Finder { trust, ..Finder::new(global)? })
     }
 

@@ -40,7 +40,7 @@ use rekindle_engine::snapshot::Launch;
 use rekindle_os::detach::Side;
 use rekindle_os::spawn::Ended;
 use rekindle_store::manifest::words;
-use rekindle_store::{Image, JobFolder, JobName, JobPath, Outcome, State, WriterLock};
+use rekindle_store::{Image, JobFolder, JobName, JobPath, Outcome, State, Unsigned, WriterLock};
 pub(crate) use start::{NoUsableImage, Obstructed};
 use start::{Start, choose, default_name, nothing_to_do};
 pub(crate) use tried::CannotRestore;
@@ -123,9 +123,28 @@ struct Accepted {
     /// this run only. If no image can be used, the job is not started from the beginning
     #[arg(long = "accept-user", value_name = "USER")]
     user: Option<String>,
+    /// Continue from an image without a signature although store.encryption-key is set, because it is older than the key.
+    /// For this run only: its new images are signed. Whoever can write the store or the replica can forge such an image
+    #[arg(long = "accept-unsigned")]
+    unsigned: bool,
 }
 
 impl Accepted {
+    /// Sets how files without a signature are treated in the run.
+    fn apply_to_signatures(&self, config: &mut Config) -> Result<(), Misuse> {
+        if !self.unsigned {
+            return Ok(());
+        }
+        if config.store.encryption_key.is_none() {
+            return Err(Misuse(
+                "--accept-unsigned needs store.encryption-key: without a key nothing is signed, and nothing is refused"
+                    .into(),
+            ));
+        }
+        config.store.unsigned = Unsigned::Accepted;
+        Ok(())
+    }
+
     /// Sets this user for the run. Only an image is started as that user.
     fn apply(&self, config: &mut Config) -> Result<(), Misuse> {
         if let Some(user) = &self.user {
@@ -199,6 +218,7 @@ fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> any
     if args.machines.group && !config.group.is_on() {
         return Err(Misuse("--group: the number of machines is not known: use --nodes (group.nodes)".into()).into());
     }
+    args.accepted.apply_to_signatures(&mut config)?;
     args.accepted.apply(&mut config)?;
     let configured: Vec<OsString> = config.job.command.iter().map(OsString::from).collect();
     let command = if args.command.is_empty() { &configured } else { &args.command };
@@ -302,9 +322,10 @@ fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> any
 fn restore_in_foreground(global: &Global, args: &RestoreArgs, caller: Option<Caller>) -> anyhow::Result<Exit> {
     let early = take_signals()?;
     let mut config = global.settings_and_log(global.overrides())?;
+    args.accepted.apply_to_signatures(&mut config)?;
     early.queues_again(find_scheduler(&config), config.scheduler.requeue);
     let deadline = deadline(&config, None, Utc::now())?;
-    let finder = Finder::with_key(global)?;
+    let finder = Finder::trusting(global, config.store.trust()?)?;
     // One that runs with another store is not fetched into this one.
     if let Ok(folder) = finder.only_job(args.image.split('/').next().unwrap_or_default()) {
         config.store.directory = folder.store().to_owned();

@@ -146,7 +146,6 @@ pub(super) const KEYS: &[Key] = &[
         "\"auto\", \"none\", \"lz4\", \"zstd\", or \"zstd:LEVEL\" with a level from -7 to 19",
     ),
     key("store.encryption-key", Shape::Text, "a string with an absolute path"),
-    key("store.accept-unsigned", Shape::Flag, "true or false"),
     key("store.persist-rate", Shape::Text, RATE),
     key("store.copies", Shape::Count, "1 or 2"),
     key("store.verify-rate", Shape::Text, "\"off\", or a size per second such as \"20MB\" or a whole number of bytes"),
@@ -269,6 +268,10 @@ pub(super) const REMOVED: &[(&str, &str)] = &[
     (
         "watch.log-silence-after",
         "the log says so after 30 minutes without output. To act on it earlier, set watch.no-output-for",
+    ),
+    (
+        "store.accept-unsigned",
+        "to continue once from images that are older than the key, use `rekindle run --accept-unsigned`",
     ),
     ("word.max-hold", "use job-api.max-hold"),
     ("[word]", "use [job-api]"),

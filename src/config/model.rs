@@ -22,6 +22,7 @@ use rekindle_base::Percentage;
 use rekindle_engine::restore::{ChangedFiles, Compare};
 use rekindle_engine::snapshot::TcpChoice;
 use rekindle_replica::ReplicaUrl;
+use rekindle_store::Unsigned;
 use rekindle_store::chunk::Compression;
 use rekindle_store::options::Copies;
 
@@ -270,8 +271,9 @@ pub(crate) struct Store {
     pub(crate) compression: Compression,
     /// Absolute path of the key file for encrypting the content of images; unset means no encryption.
     pub(crate) encryption_key: Option<PathBuf>,
-    /// Whether unsigned images are accepted although there is a key: for images from before there was a key.
-    pub(crate) accept_unsigned: bool,
+    /// How files without a signature are treated if there is a key: `--accept-unsigned` of `run` and `restore`.
+    #[serde(skip)]
+    pub(crate) unsigned: Unsigned,
     /// Maximum bytes per second written when an image is stored.
     pub(crate) persist_rate: Rate,
     /// In how many packs content is kept that several images use.
@@ -474,7 +476,7 @@ impl Default for Store {
             min_free: ByteSize::gib(1),
             compression: Compression::default(),
             encryption_key: None,
-            accept_unsigned: false,
+            unsigned: Unsigned::default(),
             persist_rate: Rate::default(),
             copies: Copies::default(),
             // 1.7 TB a day, for 0.5 to 4 % of a processor.

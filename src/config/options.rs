@@ -13,7 +13,7 @@ use rekindle_store::pack::Unread;
 use rekindle_store::persist::{self, Packing};
 use rekindle_store::retention::Policy;
 use rekindle_store::retention::survey::Limits;
-use rekindle_store::{Trust, Unsigned, gc};
+use rekindle_store::{Trust, gc};
 
 impl Store {
     /// The rules for keeping images.
@@ -64,8 +64,7 @@ impl Store {
     /// When a key is configured and cannot be used.
     pub(crate) fn trust(&self) -> Result<Trust, KeyError> {
         let Some(path) = &self.encryption_key else { return Ok(Trust::default()) };
-        let unsigned = if self.accept_unsigned { Unsigned::Accepted } else { Unsigned::Refused };
-        Ok(Trust::new(Key::read(path)?, path, unsigned))
+        Ok(Trust::new(Key::read(path)?, path, self.unsigned))
     }
 }
 

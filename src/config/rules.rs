@@ -310,9 +310,6 @@ fn store(config: &Config, rules: &mut Rules) {
         });
     }
     rules.path("store.encryption-key", config.store.encryption_key.as_deref());
-    rules.that(!config.store.accept_unsigned || config.store.encryption_key.is_some(), "store.accept-unsigned", || {
-        "must not be set without store.encryption-key: without a key nothing is signed".to_owned()
-    });
     rules.rate("store.persist-rate", config.store.persist_rate);
     verify_rate(config, rules);
 }

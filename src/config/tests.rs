@@ -121,7 +121,6 @@ max-total-size = "500GB"
 min-free = 4096
 compression = "zstd:-3"
 encryption-key = "/etc/key"
-accept-unsigned = true
 persist-rate = "500MB"
 copies = 2
 verify-rate = 0

@@ -110,7 +110,7 @@ pub enum FormatError {
     NoKey,
     /// It is not encrypted, although there is a key.
     #[error(
-        "this pack is not encrypted, but store.encryption-key is set: anyone who can write the store or the replica could have made it; set store.accept-unsigned = true if it is older than the key"
+        "this pack is not encrypted, but store.encryption-key is set: anyone who can write the store or the replica could have made it; if it is older than the key, use --accept-unsigned of `rekindle run` or `restore`"
     )]
     Plain,
     /// It is encrypted with another key.

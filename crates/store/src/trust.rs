@@ -2,8 +2,8 @@
 //!
 //! Without a key: anybody who can write there. A hash without a key finds damage, not intent. With a key
 //! (`store.encryption-key`), manifests and job records have a signature, a keyed hash that only the owner of the key
-//! can make. A file without one is refused unless `store.accept-unsigned` is set. docs/format.md says what each
-//! signature covers.
+//! can make. A file without one is refused, unless a run was told to accept it ([`Unsigned`]). docs/format.md says what
+//! each signature covers.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ use super::id::JobName;
 pub enum Untrusted {
     /// It has no signature: it may be from before there was a key, or made by somebody without the key.
     #[error(
-        "has no signature, but store.encryption-key is {}: anyone who can write the store or the replica could have made it. If it is older than this key, or than signatures in rekindle, set store.accept-unsigned = true until newer images replace it; otherwise remove it",
+        "has no signature, but store.encryption-key is {}: anyone who can write the store or the replica could have made it. If it is older than this key, continue from it once with `rekindle run --accept-unsigned`; otherwise remove it",
         key.display()
     )]
     Unsigned {
@@ -64,7 +64,7 @@ pub enum Unsigned {
     /// It is refused.
     #[default]
     Refused,
-    /// They are trusted (`store.accept-unsigned`).
+    /// They are trusted (`--accept-unsigned`).
     Accepted,
 }
 
@@ -179,7 +179,7 @@ mod tests {
     fn what_has_no_signature_is_believed_where_that_was_said_or_there_is_no_key() {
         let error = trust(7, Unsigned::Refused).check(None, &[b"a"]).unwrap_err();
         let text = error.to_string();
-        assert!(text.contains("/etc/key") && text.contains("store.accept-unsigned = true"), "{text}");
+        assert!(text.contains("/etc/key") && text.contains("--accept-unsigned"), "{text}");
         assert_eq!(trust(7, Unsigned::Accepted).check(None, &[b"a"]), Ok(()));
         assert_eq!(Trust::default().check(None, &[b"a"]), Ok(()));
         let signed = trust(7, Unsigned::Refused).sign(&[b"b"]).unwrap();

@@ -50,6 +50,7 @@ const ANEW: &[Row] = &[
     ("rekindle run --deadline 2020-01-01T00:00:00Z -- true", &["--deadline", "has passed", "later"], 2),
     ("rekindle run --deadline 10s -- true", &["--deadline \"10s\"", "snapshot.grace"], 2),
     ("rekindle run --device-map 0 -- true", &["--device-map", "OLD=NEW"], 2),
+    ("rekindle run --accept-unsigned -- true", &["--accept-unsigned needs store.encryption-key"], 2),
     ("rekindle run --accept-user nosuchuser -- true", &["--accept-user \"nosuchuser\"", "no such user"], 2),
     ("rekindle prune --keep-last 0", &["--keep-last \"0\": must be a whole number from 1"], 2),
     ("rekindle prune --keep-daily many", &["--keep-daily \"many\": must be a whole number"], 2),

@@ -176,10 +176,10 @@ fn a_key_that_came_later() {
     key_file(&lab, "key", 7);
     let lab = lab.set_file("store.encryption-key", "key");
     let (_, said) = again(&lab).ends_with(78);
-    assert!(said.contains("store.accept-unsigned = true") && said.contains("image 000001"), "{said}");
+    assert!(said.contains("rekindle run --accept-unsigned") && said.contains("image 000001"), "{said}");
     assert_eq!(lab.good(), [1], "it is not marked");
-    let lab = lab.set("store.accept-unsigned", "true");
-    let mut run = again(&lab);
+    let command = lab.python_command("kinds.py", &["fresh-2", lab.path().to_str().unwrap()]);
+    let mut run = lab.run_with(&["run", "--accept-unsigned", "--name", "j", "--"], command);
     run.wait_said("the job was restored from image 000001");
     let second = run.snapshot(&lab);
     assert!(lab.job().packs().names().unwrap().len() >= 2);

@@ -82,7 +82,7 @@ fn plain_packs_are_refused_where_there_is_a_key() {
     here.upload(&replica, &image).unwrap();
     let mut other = Machine::new().with_key("a");
     let error = other.fetch(&replica, id(1)).unwrap_err();
-    assert!(matches!(error, Error::Key { .. }) && error.to_string().contains("store.accept-unsigned"), "{error}");
+    assert!(matches!(error, Error::Key { .. }) && error.to_string().contains("--accept-unsigned"), "{error}");
     assert_eq!((other.packs(), other.folder.images().unwrap().len()), (0, 0));
     other.key = other.key.map(|key| key.with_plain_packs(PlainPacks::Accepted));
     let (image, _) = other.fetch(&replica, id(1)).unwrap();

@@ -113,7 +113,7 @@ fn an_added_image_with_a_higher_number_is_refused_and_not_run() {
         assert!(said.contains(&forged), "{said}");
         match signature {
             Signature::None => {
-                assert!(out.is_empty() && said.contains("store.accept-unsigned"), "{said}");
+                assert!(out.is_empty() && said.contains("--accept-unsigned"), "{said}");
                 assert!(lab.images().is_empty(), "nothing came");
             }
             Signature::Old => assert!(said.contains("does not match the key"), "{said}"),
@@ -137,7 +137,7 @@ fn an_image_that_is_put_into_the_store_is_refused_and_not_run() {
     let forged = forge(&lab.store(), &image, Signature::None, |body| with_setuid_file(body, &evil));
     for _ in 0..2 {
         let (out, said) = lab.run(&command).ends_with(78);
-        assert!(out.is_empty() && said.contains(&forged) && said.contains("store.accept-unsigned"), "{said}");
+        assert!(out.is_empty() && said.contains(&forged) && said.contains("--accept-unsigned"), "{said}");
     }
     let (_, said) = lab.run_with(&["restore", "j"], Vec::<String>::new()).ends_with(78);
     assert!(said.contains(&forged), "{said}");
@@ -208,7 +208,7 @@ fn a_record_that_was_changed_is_not_believed() {
     plain["outcome"] = Value::from("completed");
     let changed = text.replace("\"running\"", "\"completed\"");
     assert_ne!(changed, text);
-    for (forged, why) in [(changed, "does not match the key"), (plain.to_string(), "store.accept-unsigned")] {
+    for (forged, why) in [(changed, "does not match the key"), (plain.to_string(), "--accept-unsigned")] {
         fs::write(&path, forged).unwrap();
         let (out, said) = lab.run(&command).ends_with(78);
         assert!(out.is_empty() && said.contains("job.json") && said.contains(why), "{said}");
@@ -258,19 +258,17 @@ fn images_from_before_the_key_need_a_word_and_no_more() {
     lab.forget_memory();
     let lab = lab.set_file("store.encryption-key", "key");
     let (out, said) = lab.run(&command).ends_with(78);
-    assert!(out.is_empty() && said.contains("store.accept-unsigned = true"), "{said}");
+    assert!(out.is_empty() && said.contains("--accept-unsigned"), "{said}");
     // A machine that has nothing yet is asked the same.
     fs::rename(lab.store(), lab.file("kept")).unwrap();
     let (out, said) = lab.run(&command).ends_with(78);
-    assert!(out.is_empty() && said.contains("store.accept-unsigned = true") && !lab.store().exists(), "{said}");
-    let lab = lab.set("store.accept-unsigned", "true");
-    let mut run = lab.run(&command);
+    assert!(out.is_empty() && said.contains("--accept-unsigned") && !lab.store().exists(), "{said}");
+    let mut run = lab.run_with(&["run", "--accept-unsigned", "--name", "j", "--"], &command);
     run.wait_said(&format!("the job was restored from image {image}"));
     let signed = replicated(&mut run, &lab);
     lab.kill_9(run);
     lab.forget_memory();
-    // New images are signed, so the setting is no longer needed.
-    let lab = lab.set("store.accept-unsigned", "false");
+    // New images are signed, so the option is no longer needed.
     let mut run = lab.run(&command);
     run.wait_said(&format!("the job was restored from image {signed}"));
     fs::write(lab.file("finish"), "").unwrap();

@@ -82,7 +82,6 @@ fn a_key_that_they_name_exists() {
             if let Some((value, (section, name))) = value.zip(path.split_once('.')) {
                 let needs = match path {
                     "network.uplink" => "mode = \"private\"\n",
-                    "store.accept-unsigned" => "encryption-key = \"/key\"\n",
                     _ => "",
                 };
                 let text = as_file(&format!("[{section}]\n{needs}{name} = {value}\n"));

@@ -185,12 +185,6 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("store", "compression", "\"zstd:20\"", compression),
         ("store", "compression", "true", compression),
         ("store", "encryption-key", "\"key\"", path),
-        (
-            "store",
-            "accept-unsigned",
-            "true",
-            "must not be set without store.encryption-key: without a key nothing is signed",
-        ),
         ("store", "copies", "0", "must be 1 or 2"),
         ("store", "copies", "3", "must be 1 or 2"),
         ("store", "copies", "\"two\"", "must be 1 or 2"),

@@ -348,7 +348,7 @@ fn with_a_key_only_what_is_signed_with_it_is_taken() {
         let plain = manifest.to_bytes(&Trust::default()).unwrap();
         let error = Manifest::parse(&plain, &ours).unwrap_err();
         assert!(matches!(&error, ManifestError::Untrusted(Untrusted::Unsigned { .. })), "{error}");
-        assert!(error.to_string().contains("store.accept-unsigned"), "{error}");
+        assert!(error.to_string().contains("--accept-unsigned"), "{error}");
         assert_eq!(Manifest::parse(&plain, &trust(7, Unsigned::Accepted)).unwrap(), manifest);
 
         let theirs = manifest.to_bytes(&trust(8, Unsigned::Refused)).unwrap();

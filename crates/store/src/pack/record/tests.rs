@@ -155,7 +155,7 @@ fn a_key_fits_or_not_and_the_answer_says_what_to_do() {
     let id = |key: Option<&Key>| key.map(Key::id);
     assert_eq!(plain.key_for(None).map(id), Ok(None));
     assert_eq!(plain.key_for(Some(&key)).map(id), Err(FormatError::Plain), "anybody can make one");
-    assert!(FormatError::Plain.is_not_for_us() && FormatError::Plain.to_string().contains("store.accept-unsigned"));
+    assert!(FormatError::Plain.is_not_for_us() && FormatError::Plain.to_string().contains("--accept-unsigned"));
     let accepting = key.clone().with_plain_packs(PlainPacks::Accepted);
     assert_eq!(plain.key_for(Some(&accepting)).map(id), Ok(None), "from before there was a key");
     assert_eq!(sealed.key_for(Some(&key)).map(id), Ok(Some(key.id())));
