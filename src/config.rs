@@ -12,6 +12,7 @@
 
 mod auto;
 mod control;
+mod emergency;
 mod error;
 mod file;
 mod files;
@@ -290,7 +291,7 @@ fn is_out_of_sight(path: &Path) -> bool {
 
 /// Merges the settings over the defaults, and checks types and rules.
 fn merge(layers: Layers) -> Result<(Config, BTreeMap<String, Setting>), Error> {
-    let Layers { settings, mut problems, .. } = layers;
+    let Layers { settings, mut problems, emergencies, .. } = layers;
     let mut strongest = BTreeMap::new();
     for setting in settings {
         match setting.check() {
@@ -305,7 +306,10 @@ fn merge(layers: Layers) -> Result<(Config, BTreeMap<String, Setting>), Error> {
     whole.sort_by_key(|setting| setting.number());
     whole.into_iter().for_each(|setting| setting.put(&mut table));
     match Config::deserialize(table) {
-        Ok(config) => {
+        Ok(mut config) => {
+            for (variable, text) in &emergencies {
+                let _checked_before = (variable.set)(&mut config, text);
+            }
             let defaults = self::table(&config);
             for (key, rule) in rules::broken(&config) {
                 problems.push(match strongest.get(&key) {

@@ -64,11 +64,11 @@ def trial(args, work, rekindle, which, kind, ranks, gib, port):
         command[1:1] = launcher
     options = ["--port", port, "--gib", gib, *(["--own-gpu"] if args.own_gpu else [])]
     settings = {
-        "snapshot.lock-timeout": "20s", "snapshot.rehearse": "off", "log.level": "debug", "snapshot.staging": "ram",
+        "snapshot.rehearse": "off", "log.level": "debug", "snapshot.staging": "ram",
         "store.keep-last": 1, "restart.min-uptime": "2s", "store.persist-rate": "1MiB" if args.no_store else "unlimited",
     }  # fmt: skip
     settings = {key: value for key, value in settings.items() if key in known_keys(rekindle)}
-    environment = {"NCCL_NVLS_ENABLE": "0", **args.environment}
+    environment = {"NCCL_NVLS_ENABLE": "0", "REKINDLE_LOCK_TIMEOUT": "20s", **args.environment}
     job = Job(
         rekindle, work, f"cut{os.getpid()}-{name}", [*command, *options], settings=settings, environment=environment
     )

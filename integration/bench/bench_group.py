@@ -60,10 +60,10 @@ class Member(Job):
             "group.coordinator": f"http://127.0.0.1:{PORT}", "group.network": "bridge:rkbench", "group.lease": "5s",
             "control.directory": folders["control"], "snapshot.staging-directory": folders["staging"],
             "snapshot.staging": "ram", "snapshot.rehearse": "off", "store.keep-last": 1, "log.level": "debug",
-            "snapshot.lock-timeout": "20s", "restart.min-uptime": "2s", "store.compression": "none",
+            "restart.min-uptime": "2s", "store.compression": "none",
         }  # fmt: skip
         command = ["sh", "-c", torchrun(args, kind, gib, out, node, "$REKINDLE_GROUP_FIRST")]
-        environment = {**SOCKETS, "NCCL_HOSTID": f"node{node}", "CUDA_VISIBLE_DEVICES": str(node)}
+        environment = {**SOCKETS, "REKINDLE_LOCK_TIMEOUT": "20s", "NCCL_HOSTID": f"node{node}", "CUDA_VISIBLE_DEVICES": str(node)}
         super().__init__(
             args.rekindle, work, f"{name}.{node}", command, store=folders["store"], settings=settings,
             environment=environment,

@@ -34,7 +34,7 @@ from supervised import Failed, Job, ROOT, wait_for
 LIMIT = 60
 SETTINGS = {
     "log.level": "info",
-    "snapshot.dump-timeout": "60s",
+    "snapshot.freeze-limit": "60s",
     "snapshot.rehearse": "off",
     "store.min-free": "1MiB",
     "restart.backoff": "100ms",

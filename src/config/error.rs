@@ -156,6 +156,7 @@ impl fmt::Display for Problem {
             // As it was typed: whoever uses a flag need not know the key.
             (Origin::Flag { flag }, Fault::Value { value, rule, .. }) => write!(f, "{flag} {value}: {rule}"),
             // The fault names the variable.
+            (Origin::Environment { variable }, fault @ Fault::Value { key, .. }) if key == variable => fault.fmt(f),
             (Origin::Environment { .. }, fault @ (Fault::Unknown { .. } | Fault::Removed { .. })) => fault.fmt(f),
             (origin, fault) => write!(f, "{origin}: {fault}"),
         }

@@ -117,10 +117,7 @@ pub(super) const KEYS: &[Key] = &[
         "\"observed\" or a duration with a unit, such as \"12h\" or \"30days\"",
     ),
     key("snapshot.grace", Shape::Text, DURATION),
-    key("snapshot.lock-timeout", Shape::Text, DURATION),
     key("snapshot.freeze-limit", Shape::Text, DURATION),
-    key("snapshot.freeze-timeout", Shape::Text, DURATION),
-    key("snapshot.dump-timeout", Shape::Text, DURATION),
     key("snapshot.retry-after", Shape::Text, DURATION),
     key("snapshot.file-limit", Shape::Text, SIZE),
     key("snapshot.tcp", Shape::Text, "\"auto\", \"keep\" or \"close\""),
@@ -273,6 +270,12 @@ pub(super) const REMOVED: &[(&str, &str)] = &[
         "store.accept-unsigned",
         "to continue once from images that are older than the key, use `rekindle run --accept-unsigned`",
     ),
+    (
+        "snapshot.lock-timeout",
+        "use snapshot.freeze-limit, or the variable REKINDLE_LOCK_TIMEOUT for kernels that run for longer than 10 s",
+    ),
+    ("snapshot.freeze-timeout", "use snapshot.freeze-limit"),
+    ("snapshot.dump-timeout", "use snapshot.freeze-limit"),
     ("word.max-hold", "use job-api.max-hold"),
     ("[word]", "use [job-api]"),
 ];

@@ -7,6 +7,7 @@ use serde::Deserialize;
 use toml::Value;
 use toml::de::{DeTable, DeValue, ValueDeserializer};
 
+use super::emergency;
 use super::error::{Fault, Problem};
 use super::keys::{self, Key, SECTIONS, Shape};
 use super::value::HIDDEN;
@@ -89,6 +90,8 @@ impl Setting {
 pub(super) struct Layers {
     pub(super) settings: Vec<Setting>,
     pub(super) problems: Vec<Problem>,
+    /// Variables for emergencies, with their values.
+    pub(super) emergencies: Vec<(&'static emergency::Variable, String)>,
     /// Sentences about variables that look like ours and are not.
     pub(super) strangers: Vec<String>,
 }
@@ -202,6 +205,7 @@ impl Layers {
             let origin = Origin::Environment { variable: name.clone() };
             match known.get(&name) {
                 Some(key) => self.variable(key, &text, &origin),
+                None if emergency::find(&name).is_some() => self.emergency(name, text),
                 None if keys::is_no_key(&name) => {}
                 None => match keys::nearest_variable(&name, &names) {
                     (nearest, is_misspelt) if is_misspelt || of_a_section(&name) || keys::removed(&name).is_some() => {
@@ -218,6 +222,16 @@ impl Layers {
                 },
             }
         }
+    }
+
+    fn emergency(&mut self, name: String, text: String) {
+        let Some(variable) = emergency::find(&name) else { return };
+        if (variable.set)(&mut Config::default(), &text).is_some() {
+            return self.emergencies.push((variable, text));
+        }
+        let rule = format!("must be {}", variable.expects);
+        let origin = Origin::Environment { variable: name.clone() };
+        self.problems.push(Problem { origin, fault: Fault::Value { key: name, value: text, rule } });
     }
 
     fn variable(&mut self, key: &'static Key, text: &str, origin: &Origin) {

@@ -175,18 +175,12 @@ pub(crate) struct Snapshot {
     /// by this.
     #[serde(with = "duration")]
     pub(crate) grace: Duration,
-    /// Time limit for running kernels when CUDA is locked; at least 1 ms, because the driver takes 0 as no limit.
-    #[serde(with = "duration")]
-    pub(crate) lock_timeout: Duration,
-    /// Time limit for all attempts of one snapshot to lock CUDA.
+    /// Time limit for the freeze of one snapshot.
     #[serde(with = "duration")]
     pub(crate) freeze_limit: Duration,
-    /// Time limit for CRIU to stop all tasks; whole seconds (CRIU's RPC option `timeout`).
-    #[serde(with = "duration")]
-    pub(crate) freeze_timeout: Duration,
-    /// Time limit for a complete CRIU dump.
-    #[serde(with = "duration")]
-    pub(crate) dump_timeout: Duration,
+    /// See [`Snapshot::lock_timeout`]; for emergencies.
+    #[serde(skip)]
+    pub(crate) lock_timeout: Option<Duration>,
     /// First wait after a failed snapshot; doubles with each further failure.
     #[serde(with = "duration")]
     pub(crate) retry_after: Duration,
@@ -211,7 +205,29 @@ pub(crate) struct Snapshot {
 /// little then, and what passes in the night is noticed the same night.
 const LONGEST_RETRY: Duration = Duration::from_secs(1800);
 
+/// How long the parts of a freeze that only wait may take: for GPU work to finish, and for tasks to stop. Most take
+/// milliseconds. What takes longer than this hangs, or is tried again when the job pauses.
+const LONGEST_WAIT: Duration = Duration::from_secs(10);
+
 impl Snapshot {
+    /// Time limit of CRIU for stopping all tasks. CRIU counts whole seconds.
+    #[must_use]
+    pub(crate) fn stop_limit(&self) -> Duration {
+        self.freeze_limit.min(LONGEST_WAIT)
+    }
+
+    /// Time limit for running kernels in one attempt to lock CUDA.
+    #[must_use]
+    pub(crate) fn lock_timeout(&self) -> Duration {
+        self.lock_timeout.unwrap_or_else(|| self.stop_limit())
+    }
+
+    /// Time limit for all attempts of one snapshot to lock CUDA: several hold the job up no longer than one may.
+    #[must_use]
+    pub(crate) fn lock_limit(&self) -> Duration {
+        self.stop_limit().max(self.lock_timeout())
+    }
+
     /// The wait after this many failures in a row: the first is 1.
     #[must_use]
     pub(crate) fn retry_wait(&self, failures: u32) -> Duration {
@@ -446,10 +462,8 @@ impl Default for Snapshot {
             max_overhead: Percentage::millionths(10_000),
             mean_time_between_failures: MeanTime::default(),
             grace: seconds(30),
-            lock_timeout: seconds(10),
-            freeze_limit: seconds(10),
-            freeze_timeout: seconds(10),
-            dump_timeout: seconds(1800),
+            freeze_limit: seconds(1800),
+            lock_timeout: None,
             retry_after: seconds(30),
             // Enough for a database beside the training. Larger files are mostly written once, and would lengthen every
             // freeze.

@@ -255,20 +255,7 @@ fn snapshot(config: &Config, rules: &mut Rules) {
         rules.time("snapshot.rehearse", every, second, ", or \"off\"");
     }
     rules.time("snapshot.grace", snapshot.grace, second, ", because a stop takes its final snapshot within it");
-    let reason = ", because 0 means 'wait for ever' to the driver";
-    rules.time("snapshot.lock-timeout", snapshot.lock_timeout, Duration::from_millis(1), reason);
-    rules.time("snapshot.freeze-limit", snapshot.freeze_limit, Duration::from_millis(1), reason);
-    rules.time(
-        "snapshot.freeze-timeout",
-        snapshot.freeze_timeout,
-        second,
-        ", because CRIU's time limits are whole \
-        seconds",
-    );
-    rules.that(snapshot.freeze_timeout.subsec_nanos() == 0, "snapshot.freeze-timeout", || {
-        "must be whole seconds, because CRIU's time limits are".to_owned()
-    });
-    rules.time("snapshot.dump-timeout", snapshot.dump_timeout, second, "");
+    rules.time("snapshot.freeze-limit", snapshot.freeze_limit, second, "");
     rules.time("snapshot.retry-after", snapshot.retry_after, Duration::from_millis(1), "");
     for folder in &config.files.track {
         rules.path("files.track", Some(folder));

@@ -99,10 +99,7 @@ interval = "90s"
 max-overhead = "2.5%"
 mean-time-between-failures = "12h"
 grace = "1m 30s"
-lock-timeout = "1500ms"
 freeze-limit = "3s"
-freeze-timeout = "20s"
-dump-timeout = "1h"
 retry-after = "5s"
 file-limit = "1GiB"
 tcp = "close"
@@ -200,7 +197,6 @@ fn every_key_can_be_set() {
     assert_eq!(config.snapshot.max_overhead, Percentage::millionths(25_000));
     assert_eq!(config.snapshot.mean_time_between_failures, MeanTime::Known(Duration::from_secs(12 * 3600)));
     assert_eq!(config.snapshot.grace, Duration::from_secs(90));
-    assert_eq!(config.snapshot.lock_timeout, Duration::from_millis(1500));
     assert_eq!(config.snapshot.freeze_limit, Duration::from_secs(3));
     assert_eq!(config.snapshot.memory_reserve.bytes(), 200_000_000_000);
     assert_eq!(config.snapshot.staging, Staging::Store);

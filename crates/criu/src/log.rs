@@ -369,7 +369,7 @@ const HINTS: &[(&str, &str)] = &[
     ),
     (
         "Timeout reached",
-        "a task could not be frozen in time: it waits in the kernel (a hung network file system, a busy driver); see snapshot.freeze-timeout",
+        "a task could not be stopped in time: it waits in the kernel (a hung network file system, a busy driver)",
     ),
     ("unexpected rt vDSO", "this CRIU is too old for the kernel: CRIU 4.1 or newer is needed from kernel 6.13 on"),
     ("Can't get 1:16 opt", "this CRIU is too old for the kernel: CRIU 4.2 or newer is needed from kernel 6.16 on"),

@@ -141,11 +141,11 @@ pub struct Options {
     /// How long the CUDA driver may wait for running kernels; at least 1 ms, because 0 means for ever to the driver.
     pub lock_timeout: Duration,
     /// How long all attempts of one snapshot to lock CUDA may hold up the job, together.
-    pub freeze_limit: Duration,
+    pub lock_limit: Duration,
     /// How long CRIU may take to stop all tasks; CRIU counts whole seconds.
-    pub freeze_timeout: Duration,
-    /// Time limit for the whole dump.
-    pub dump_timeout: Duration,
+    pub stop_limit: Duration,
+    /// How long the whole dump may take, while the job is frozen.
+    pub freeze_limit: Duration,
     /// Where large allocations of GPU memory are meanwhile.
     pub memory: GpuMemory,
     /// Of memory that stays on the GPU: one of so many snapshots copies all of it and compares nothing.

@@ -24,7 +24,7 @@ use crate::supervisor::{Lab, Running, comes, criu, kill};
 fn lab(fault: &str) -> Option<Lab> {
     let lab = Lab::new()?.set_file("criu.path", "criu").set("restart.backoff", "\"10m\"");
     let lab = lab.set("restart.backoff-max", "\"10m\"").set("store.keep-last", "3");
-    let lab = ["snapshot.dump-timeout", "restart.restore-timeout", "snapshot.retry-after"]
+    let lab = ["snapshot.freeze-limit", "restart.restore-timeout", "snapshot.retry-after"]
         .into_iter()
         .fold(lab, |lab, key| lab.set(key, "\"10m\""));
     nix::unistd::mkfifo(&lab.file("gate"), nix::sys::stat::Mode::S_IRWXU).unwrap();

@@ -138,7 +138,7 @@ fn a_second_sigterm_stops_at_once() {
     let Some(lab) = Lab::new() else { return };
     let lab = lab.set_file("criu.path", "criu");
     // Neither ends it before the test gives up.
-    let lab = lab.set("snapshot.grace", "\"10m\"").set("snapshot.dump-timeout", "\"10m\"");
+    let lab = lab.set("snapshot.grace", "\"10m\"").set("snapshot.freeze-limit", "\"10m\"");
     slow_criu(&lab, "slow");
     let mut run = again(&lab);
     count_on(&lab, &mut run, 5);
@@ -181,7 +181,7 @@ fn two_stops_are_two_though_a_busy_supervisor_handles_them_together() {
     let Some(lab) = Lab::new() else { return };
     let lab = lab.set_file("criu.path", "criu");
     // Neither ends it before the test gives up.
-    let lab = lab.set("snapshot.grace", "\"10m\"").set("snapshot.dump-timeout", "\"10m\"");
+    let lab = lab.set("snapshot.grace", "\"10m\"").set("snapshot.freeze-limit", "\"10m\"");
     slow_criu(&lab, "slow");
     let mut run = again(&lab);
     count_on(&lab, &mut run, 5);
@@ -244,7 +244,7 @@ fn a_stop_without_an_image_does_not_say_that_the_job_runs_on() {
 fn the_grace_period_is_kept() {
     let Some(lab) = Lab::new() else { return };
     let lab = lab.set_file("criu.path", "criu").set("snapshot.grace", "\"1s\"");
-    let lab = lab.set("snapshot.dump-timeout", "\"10m\"");
+    let lab = lab.set("snapshot.freeze-limit", "\"10m\"");
     slow_criu(&lab, "slow");
     let mut run = again(&lab);
     count_on(&lab, &mut run, 5);
@@ -307,7 +307,7 @@ fn kill_9_in_the_middle_of_a_restore() {
 #[test]
 fn criu_killed_in_a_dump_or_hanging() {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set_file("criu.path", "criu").set("snapshot.dump-timeout", "\"12s\"");
+    let lab = lab.set_file("criu.path", "criu").set("snapshot.freeze-limit", "\"12s\"");
     slow_criu(&lab, "slow");
     let mut run = again(&lab);
     count_on(&lab, &mut run, 5);

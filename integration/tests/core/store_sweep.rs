@@ -153,7 +153,7 @@ fn work(ground: &Ground, work: Work, mutator: &mut Mutator) -> (Option<String>, 
 fn sweep(user: &str) {
     let made = |key| {
         let lab = Lab::new()?.set("snapshot.rehearse", "\"1s\"").set("restart.restore-timeout", "\"10s\"");
-        let lab = lab.set("store.keep-last", "1").set("snapshot.dump-timeout", "\"10s\"");
+        let lab = lab.set("store.keep-last", "1").set("snapshot.freeze-limit", "\"10s\"");
         let ground = Ground::made(lab, user, key)?;
         let library = Library::compile(&ground.lab);
         Some((library, ground))

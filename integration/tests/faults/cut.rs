@@ -159,7 +159,7 @@ fn with_two_libraries_of_nccl_the_ranks_are_locked_without_the_counts() {
 fn what_a_job_writes_to_its_table_does_not_harm_the_supervisor() {
     let Some(mut rig) = Rig::new() else { return };
     rig.nccl(RANKS, "split", Calls::BySymbol, &["--scribble"]);
-    rig.set("SNAPSHOT_LOCK_TIMEOUT", "700ms");
+    rig.set("LOCK_TIMEOUT", "700ms");
     rig.set("SNAPSHOT_GRACE", "3s");
     let mut supervisor = rig.run();
     supervisor.said("to=\"running\"");
@@ -225,7 +225,7 @@ fn ask_in_vain(rig: &Rig, supervisor: &mut Supervisor<'_>) -> Vec<i32> {
 fn a_rank_that_never_comes_is_named_and_the_others_run_on() {
     for calls in [Calls::ByName, Calls::BySymbol] {
         let Some(mut rig) = rig("ahead", calls) else { return };
-        rig.set("SNAPSHOT_LOCK_TIMEOUT", LOCK_TIMEOUT);
+        rig.set("LOCK_TIMEOUT", LOCK_TIMEOUT);
         rig.retry_after("5s");
         let mut supervisor = start(&rig);
         let pids = ask_in_vain(&rig, &mut supervisor);
@@ -251,7 +251,7 @@ fn a_rank_that_never_comes_is_named_and_the_others_run_on() {
 fn a_stopped_rank_is_waited_for_and_named() {
     let Some(mut rig) = rig("split", Calls::ByName) else { return };
     rig.retry_after("5s");
-    rig.set("SNAPSHOT_LOCK_TIMEOUT", LOCK_TIMEOUT);
+    rig.set("LOCK_TIMEOUT", LOCK_TIMEOUT);
     let mut supervisor = start(&rig);
     let pids = ranks(&rig);
     snapshots(&rig, &mut supervisor, 1);
@@ -400,7 +400,7 @@ fn the_others_are_not_held_for_a_rank_that_has_died() {
     let Some(mut rig) = Rig::new() else { return };
     rig.nccl(RANKS, "ahead", Calls::ByName, &["--survive"]);
     // Longer than this test waits.
-    rig.set("SNAPSHOT_LOCK_TIMEOUT", "10m");
+    rig.set("LOCK_TIMEOUT", "10m");
     rig.set("SNAPSHOT_GRACE", "2s");
     let mut supervisor = start(&rig);
     let pids = ask_in_vain(&rig, &mut supervisor);
@@ -414,7 +414,7 @@ fn the_others_are_not_held_for_a_rank_that_has_died() {
 #[test]
 fn a_communicator_that_is_being_made_is_waited_for() {
     let Some(mut rig) = rig("joins", Calls::BySymbol) else { return };
-    rig.set("SNAPSHOT_LOCK_TIMEOUT", "2m");
+    rig.set("LOCK_TIMEOUT", "2m");
     let mut supervisor = start(&rig);
     let pids = ranks(&rig);
     hold_last(&rig);
@@ -486,7 +486,7 @@ fn a_lock_that_fails_opens_the_gates() {
 #[test]
 fn ranks_that_wait_for_one_to_join_are_locked_without_a_common_point() {
     let Some(mut rig) = rig("joins", Calls::BySymbol) else { return };
-    rig.set("SNAPSHOT_LOCK_TIMEOUT", "2s");
+    rig.set("LOCK_TIMEOUT", "2s");
     let mut supervisor = start(&rig);
     hold_last(&rig);
     let is_making = |pid: &i32| Ranks::of(*pid).unwrap().unwrap().counts().making > 0;

@@ -115,7 +115,7 @@ fn criu_fails_in_every_way() {
 fn criu_fails_with(staging: &str, image: &str) {
     let Some(mut rig) = Rig::new() else { return };
     // Longer than a dump takes on a busy machine.
-    rig.set("SNAPSHOT_DUMP_TIMEOUT", "15s");
+    rig.set("SNAPSHOT_FREEZE_LIMIT", "15s");
     retry_late(&mut rig);
     rig.set("SNAPSHOT_STAGING", staging);
     let mut supervisor = rig.start();

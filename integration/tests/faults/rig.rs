@@ -62,7 +62,7 @@ impl Rig {
         );
         lab.script("criu", &text);
         let lab = CONFIG.iter().fold(lab, |lab, (key, value)| lab.set(key, value));
-        let mut lab = lab.set_file("criu.path", "criu").without("snapshot.dump-timeout").marked_by(standin.path());
+        let mut lab = lab.set_file("criu.path", "criu").without("snapshot.freeze-limit").marked_by(standin.path());
         for (name, value) in standin.variables() {
             lab.set_variable(name, value);
         }

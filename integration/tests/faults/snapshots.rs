@@ -191,7 +191,7 @@ fn a_kernel_that_is_longer_than_the_lock_timeout_refuses_the_snapshot() {
     let Some(mut rig) = Rig::new() else { return };
     // So long that no delay of ours reaches the pause after it.
     rig.job(&["--busy-ms", "8000"]);
-    rig.set("SNAPSHOT_LOCK_TIMEOUT", "20ms");
+    rig.set("LOCK_TIMEOUT", "20ms");
     let mut supervisor = rig.start();
     // It has just written; now it is in the next kernel.
     std::thread::sleep(Duration::from_millis(100));
@@ -211,7 +211,7 @@ fn a_kernel_that_is_longer_than_the_lock_timeout_refuses_the_snapshot() {
 fn a_pause_between_kernels_that_are_longer_than_the_lock_timeout_is_met() {
     let Some(mut rig) = Rig::new() else { return };
     rig.job(&["--busy-ms", "2000", "--sleep-ms", "1500"]);
-    rig.set("SNAPSHOT_LOCK_TIMEOUT", "50ms");
+    rig.set("LOCK_TIMEOUT", "50ms");
     rig.retry_after("10m");
     let mut supervisor = rig.start();
     for _ in 0..2 {

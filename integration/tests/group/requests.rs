@@ -78,7 +78,7 @@ fn a_suspension_that_one_machine_cannot_take_part_in_leaves_all_running() {
     }
     let mut lab = Lab::new(2, ENDLESS);
     lab.set("snapshot.interval", "\"off\"");
-    lab.set("snapshot.lock-timeout", "\"60s\"");
+    lab.environment.push(("REKINDLE_LOCK_TIMEOUT".into(), "60s".into()));
     lab.set("hooks.on-error", "\"refuse\"");
     lab.set("hooks.before-snapshot", "[\"/bin/sh\", \"-c\", \"test $REKINDLE_JOB != ring.1\"]");
     lab.set("group.lease", "\"20s\"");

@@ -37,7 +37,7 @@ const CONFIG: &[(&str, &str)] = &[
     // It takes longer than many of the tests; those that are about it turn it on.
     ("snapshot.rehearse", "\"off\""),
     ("snapshot.grace", "\"20s\""),
-    ("snapshot.dump-timeout", "\"20s\""),
+    ("snapshot.freeze-limit", "\"20s\""),
     ("snapshot.retry-after", "\"200ms\""),
     ("store.min-free", "\"1MiB\""),
     ("restart.backoff", "\"100ms\""),

@@ -219,8 +219,8 @@ fn options(config: &Config, rank: Rank, keep: usize) -> Options {
         limits: Limits {
             wait: config.group.wait,
             start: restart.restore_timeout + SLACK,
-            prepare: snapshot.lock_timeout + snapshot.freeze_timeout + SLACK,
-            dump: snapshot.dump_timeout + SLACK,
+            prepare: snapshot.lock_timeout() + snapshot.stop_limit() + SLACK,
+            dump: snapshot.freeze_limit + SLACK,
             store: STORE,
         },
         interval: match snapshot.interval {

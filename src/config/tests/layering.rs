@@ -128,6 +128,30 @@ fn a_wrong_variable_or_flag_is_named() {
 }
 
 #[test]
+fn a_variable_for_emergencies_is_read_with_its_unit() {
+    let with = |value| load_layers(FILE, &[("REKINDLE_LOCK_TIMEOUT", value)], &Overrides::default());
+    let set = with("1m").unwrap();
+    assert_eq!((set.strangers.len(), set.config.snapshot.lock_timeout()), (0, Duration::from_secs(60)));
+    assert_eq!(set.config.snapshot.stop_limit(), Duration::from_secs(10));
+    assert_eq!(told(with("60")), ["REKINDLE_LOCK_TIMEOUT = 60: must be a time from 1ms to 1day, such as \"60s\""]);
+}
+
+#[test]
+fn a_freeze_limit_bounds_the_parts_that_only_wait() {
+    let of =
+        |limit: &str| load_text(&format!("version = 1\n[snapshot]\nfreeze-limit = \"{limit}\"\n")).unwrap().snapshot;
+    let seconds = Duration::from_secs;
+    assert_eq!(
+        (of("3s").stop_limit(), of("3s").lock_timeout(), of("3s").lock_limit()),
+        (seconds(3), seconds(3), seconds(3))
+    );
+    assert_eq!(
+        (of("2h").stop_limit(), of("2h").lock_timeout(), of("2h").lock_limit()),
+        (seconds(10), seconds(10), seconds(10))
+    );
+}
+
+#[test]
 fn other_variables_are_left_alone() {
     let mut env = vec![
         ("REKINDLE_CRIU", "/x"),

@@ -313,7 +313,7 @@ impl Still<'_, '_> {
         let stopped = || cancelled() || Instant::now() >= deadline || !has_criu();
         let mut captured = contents.capture(&mut open_files, mapped, view, self.image, &stopped).map_err(|error| {
             let why = match error.kind() {
-                io::ErrorKind::Interrupted => "it took longer than snapshot.dump-timeout".to_owned(),
+                io::ErrorKind::Interrupted => "it took longer than snapshot.freeze-limit".to_owned(),
                 _ => error.to_string(),
             };
             format!("cannot copy the files that the job writes: {why}")

@@ -115,7 +115,7 @@ pub enum Error {
         source: io::Error,
     },
     /// CRIU has not closed a pages file.
-    #[error("{} is incomplete: CRIU did not close it, or copying it takes too long; raise snapshot.dump-timeout", .path.display())]
+    #[error("{} is incomplete: CRIU did not close it, or copying it takes too long; raise snapshot.freeze-limit", .path.display())]
     Undrained {
         /// The FIFO.
         path: PathBuf,

@@ -276,7 +276,7 @@ impl Freeze<'_> {
             images: dir.path(),
             opened: opened.as_ref(),
             work: &work,
-            timeout: options.dump_timeout,
+            timeout: options.freeze_limit,
         };
         let files = env.user().and_then(Identity::file_rights);
         let folder = (self.ready.devices.is_some() || files.is_some()).then(|| subject.ours.work.plugins());
@@ -286,7 +286,7 @@ impl Freeze<'_> {
             root: process::inner_pid(env.root()).ok_or(Error::JobEnded)?,
             tcp: self.seen.tcp,
             ghost_limit: GHOST_LIMIT,
-            freeze_timeout: options.freeze_timeout,
+            freeze_timeout: options.stop_limit,
             plugin: folder.as_deref().map(|folder| Plugin { folder, devices, answers: None, files }),
         };
         let mut still = Still {
@@ -297,7 +297,7 @@ impl Freeze<'_> {
             seen: &mut self.seen,
             gpus: &self.gpus,
             devices: self.ready.devices.as_ref(),
-            deadline: Instant::now() + options.dump_timeout,
+            deadline: Instant::now() + options.freeze_limit,
             receivers: self.ready.receivers.take(),
             drained: None,
             before: Before::default(),

@@ -120,7 +120,7 @@ impl Gpus {
         let cancelled = || (env.cancelled)() || called_off().is_some();
         let options = env.subject.options;
         let area = env.subject.staging.filter(|area| area.is_there());
-        let how = Locking { timeout: options.lock_timeout, limit: options.freeze_limit, area, own };
+        let how = Locking { timeout: options.lock_timeout, limit: options.lock_limit, area, own };
         let locked = self.group.lock(env.root(), elsewhere, how, &cancelled);
         match (locked, called_off()) {
             (Err(gpu::Error::Cancelled), Some(why)) => return Err(Error::Group(why)),

@@ -91,7 +91,7 @@ pub enum Error {
     /// The ranks did not reach one point of their communicators.
     #[error(
         "lock: the ranks did not reach a common point of their NCCL communicators within {timeout:?}: {who}. If steps \
-             take longer than that, raise snapshot.lock-timeout"
+             take longer than that, set REKINDLE_LOCK_TIMEOUT to more"
     )]
     Late {
         /// The time limit.
