@@ -37,8 +37,6 @@ pub(crate) struct Group {
     pub(crate) subnet: Subnet,
     /// The address of this machine, to which the others send; unset means the one that reaches the coordinator.
     pub(crate) address: Option<IpAddr>,
-    /// The UDP port of the job's network.
-    pub(crate) port: u16,
     /// How long this machine counts as a member after its last sign of life; whole seconds.
     #[serde(with = "duration")]
     pub(crate) lease: Duration,
@@ -61,7 +59,6 @@ impl Default for Group {
             network: GroupNetwork::default(),
             subnet: Subnet::default(),
             address: None,
-            port: VXLAN_PORT,
             lease: Duration::from_secs(30),
             wait: Duration::from_secs(600),
         }
@@ -136,14 +133,19 @@ impl From<Coordinator> for Words {
 }
 
 /// `group.network`.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub(crate) enum GroupNetwork {
-    /// VXLAN over the network of the machines.
-    #[default]
-    Vxlan,
+    /// VXLAN over the network of the machines, to this UDP port.
+    Vxlan(u16),
     /// A bridge of this machine, for members that are all on it.
     Bridge(String),
+}
+
+impl Default for GroupNetwork {
+    fn default() -> GroupNetwork {
+        GroupNetwork::Vxlan(VXLAN_PORT)
+    }
 }
 
 impl FromStr for GroupNetwork {
@@ -152,9 +154,12 @@ impl FromStr for GroupNetwork {
     fn from_str(text: &str) -> Result<GroupNetwork, Malformed> {
         // Names of network devices have at most 15 bytes (IFNAMSIZ).
         let is_name = |name: &&str| (1..=15).contains(&name.len()) && !name.contains(['/', ' ', ':', '\0']);
-        match text.strip_prefix("bridge:") {
-            None if text == "vxlan" => Ok(GroupNetwork::Vxlan),
-            Some(name) if is_name(&name) => Ok(GroupNetwork::Bridge(name.to_owned())),
+        match text.split_once(':') {
+            None if text == "vxlan" => Ok(GroupNetwork::default()),
+            Some(("vxlan", port)) => {
+                port.parse().ok().filter(|port| *port != 0).map(GroupNetwork::Vxlan).ok_or(Malformed)
+            }
+            Some(("bridge", name)) if is_name(&name) => Ok(GroupNetwork::Bridge(name.to_owned())),
             _ => Err(Malformed),
         }
     }
@@ -163,7 +168,8 @@ impl FromStr for GroupNetwork {
 impl fmt::Display for GroupNetwork {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            GroupNetwork::Vxlan => f.write_str("vxlan"),
+            GroupNetwork::Vxlan(VXLAN_PORT) => f.write_str("vxlan"),
+            GroupNetwork::Vxlan(port) => write!(f, "vxlan:{port}"),
             GroupNetwork::Bridge(name) => write!(f, "bridge:{name}"),
         }
     }

@@ -99,10 +99,13 @@ pub(super) const KEYS: &[Key] = &[
     key("group.key", Shape::Text, "a string with an absolute path"),
     key("group.user", Shape::Text, "a string with a user of etcd"),
     key("group.password-file", Shape::Text, "a string with an absolute path"),
-    key("group.network", Shape::Text, "\"vxlan\", or \"bridge:NAME\" with a name of at most 15 characters"),
+    key(
+        "group.network",
+        Shape::Text,
+        "\"vxlan\", \"vxlan:PORT\" with a port from 1 to 65535, or \"bridge:NAME\" with a name of at most 15 characters",
+    ),
     key("group.subnet", Shape::Text, "an IPv4 network with a prefix length from 8 to 30, such as \"10.213.0.0/16\""),
     key("group.address", Shape::Text, "an IP address of this machine"),
-    key("group.port", Shape::Count, "a port from 1 to 65535"),
     key("group.lease", Shape::Text, DURATION),
     key("group.wait", Shape::Text, DURATION),
     key("files.track", Shape::Words, "a list of strings with absolute paths, such as [\"/data/db\"]"),
@@ -276,6 +279,7 @@ pub(super) const REMOVED: &[(&str, &str)] = &[
     ),
     ("snapshot.freeze-timeout", "use snapshot.freeze-limit"),
     ("snapshot.dump-timeout", "use snapshot.freeze-limit"),
+    ("group.port", "use group.network = \"vxlan:PORT\""),
     ("word.max-hold", "use job-api.max-hold"),
     ("[word]", "use [job-api]"),
 ];

@@ -139,12 +139,11 @@ fn group(config: &Config, rules: &mut Rules) {
     rules.that(group.user.is_some() == group.password_file.is_some(), "group.password-file", || {
         "must be set together with group.user".to_owned()
     });
-    rules.that(group.port != 0, "group.port", || "must not be 0: all machines use the same port".to_owned());
     rules.time("group.lease", group.lease, SHORTEST_LEASE, "");
     rules.that(group.lease.subsec_nanos() == 0, "group.lease", || "must be whole seconds, as etcd counts".to_owned());
     rules.time("group.wait", group.wait, Duration::from_secs(1), "");
     // All machines of a bridge are this one.
-    let of_vxlan = group.address.filter(|_| group.network == GroupNetwork::Vxlan);
+    let of_vxlan = group.address.filter(|_| matches!(group.network, GroupNetwork::Vxlan(_)));
     let is_reached = of_vxlan.is_none_or(|address| !address.is_loopback() && !address.is_unspecified());
     rules.that(is_reached, "group.address", || {
         "must be an address at which the other machines reach this one, which they do not with a loopback address"

@@ -86,7 +86,6 @@ password-file = "/etc/password"
 network = "bridge:rk"
 subnet = "10.9.0.0/24"
 address = "10.0.0.7"
-port = 4790
 lease = "10s"
 wait = "1h"
 [files]

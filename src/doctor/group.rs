@@ -26,8 +26,11 @@ pub(super) fn gather(config: &Config) -> Facts {
         }
         Coordinator::Members(_) => None,
     };
-    let has_vxlan = of.is_on() && of.network == GroupNetwork::Vxlan;
-    Facts { coordinator, network: has_vxlan.then(|| network::check_machine(of.port)) }
+    let network = match of.network {
+        GroupNetwork::Vxlan(port) if of.is_on() => Some(network::check_machine(port)),
+        _ => None,
+    };
+    Facts { coordinator, network }
 }
 
 /// Of the keys of the group, because the user of etcd may have no right to others.
@@ -101,9 +104,12 @@ fn judge_coordinator(answer: &Result<etcd::Facts, etcd::Error>) -> Check {
 fn judge_network(answer: &Result<(), network::Error>, of: &Group) -> Check {
     let name = "group.network";
     match answer {
-        Ok(()) => Check::ok(name, format!("VXLAN and macvlan can be made, and UDP port {} is free", of.port)),
+        Ok(()) => Check::ok(
+            name,
+            format!("VXLAN and macvlan can be made, and the UDP port of group.network = \"{}\" is free", of.network),
+        ),
         Err(error @ network::Error::Port(_)) => {
-            let fix = "set another group.port on all machines, if it is not the port of another group that runs here";
+            let fix = "set group.network = \"vxlan:PORT\" with another port on all machines, if it is not the port of another group that runs here";
             Check::warn(name, error.to_string(), fix)
         }
         // These end with the advice.

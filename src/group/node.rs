@@ -67,7 +67,7 @@ impl Node {
             ("the number of machines (group.nodes)", self.size.to_string()),
             ("the job's network (group.subnet)", self.subnet.clone()),
             // Members with different ones would start, and never reach each other.
-            ("how the machines are joined (group.network, group.port)", self.network.clone()),
+            ("how the machines are joined (group.network)", self.network.clone()),
             ("the kind of the machine's address (group.address)", family.into()),
             // Else it is another job with the same name.
             ("the user id of the job (job.user)", self.user.to_string()),
@@ -89,7 +89,7 @@ pub(crate) fn any_node() -> Node {
         size: 3,
         subnet: "10.213.0.0/16".into(),
         lease_s: 30,
-        network: "vxlan, UDP port 4789".into(),
+        network: "vxlan".into(),
         packet: Some(1450),
         user: 0,
     }
@@ -103,7 +103,7 @@ mod tests {
     fn what_must_be_equal_is_named() {
         let node = any_node();
         for (other, what) in [
-            (Node { network: "vxlan, UDP port 4790".into(), ..node.clone() }, "group.port"),
+            (Node { network: "vxlan:4790".into(), ..node.clone() }, "group.network"),
             (Node { address: "fd00::1".parse().unwrap(), ..node.clone() }, "group.address"),
             (Node { user: 1001, ..node.clone() }, "job.user"),
         ] {

@@ -71,7 +71,7 @@ fn a_machine_with_another_version_or_driver_is_named_and_nothing_starts() {
     let versions = [
         (r#""rekindle":"9.9.9","driver":null"#.to_owned(), "the version of rekindle is 9.9.9 there and"),
         (
-            format!(r#""network":"vxlan, UDP port 4789","rekindle":"{}","driver":"1.2""#, env!("CARGO_PKG_VERSION")),
+            format!(r#""network":"vxlan","rekindle":"{}","driver":"1.2""#, env!("CARGO_PKG_VERSION")),
             "the NVIDIA driver is 1.2 there and",
         ),
     ];
@@ -184,15 +184,14 @@ fn machines_whose_networks_would_not_meet_start_nothing() {
     drop(lab.cluster.client());
     lab.run(0, 0, &[]);
     lab.joined(0);
-    lab.set("group.port", "4790");
+    lab.set("group.network", "\"vxlan:4790\"");
     lab.run(1, 1, &[]);
     // As above: the other may wait in vain for the one that has ended.
     let ends = [lab.ends(0), lab.ends(1)];
     assert!(ends.contains(&78) && ends.iter().all(|code| [75, 78].contains(code)), "{ends:?}");
-    for (rank, here, there) in [(0, 4789, 4790), (1, 4790, 4789)] {
+    for (rank, here, there) in [(0, "vxlan", "vxlan:4790"), (1, "vxlan:4790", "vxlan")] {
         let log = lab.log(rank);
-        let why =
-            format!("(group.network, group.port) is vxlan, UDP port {there} there and vxlan, UDP port {here} here");
+        let why = format!("(group.network) is {there} there and {here} here");
         assert!(ends[rank] == 75 || log.contains(&why), "{log}");
         assert!(!log.contains("the group starts from"), "{log}");
     }

@@ -152,7 +152,7 @@ impl Place {
         let subnet: Subnet = of.subnet.0;
         // Before anything is started: the network could not be made.
         let packet = match &of.network {
-            GroupNetwork::Vxlan => Some(largest_packet(address)?),
+            GroupNetwork::Vxlan(_) => Some(largest_packet(address)?),
             GroupNetwork::Bridge(_) => None,
         };
         let user = config.job.user.as_deref().map(identity::lookup).transpose()?;
@@ -165,10 +165,7 @@ impl Place {
             size: of.nodes,
             subnet: subnet.to_string(),
             lease_s: of.lease.as_secs(),
-            network: match &of.network {
-                GroupNetwork::Vxlan => format!("vxlan, UDP port {}", of.port),
-                GroupNetwork::Bridge(name) => format!("bridge:{name}"),
-            },
+            network: of.network.to_string(),
             packet,
             user: user.map_or(0, |user| user.uid),
         };
@@ -178,7 +175,7 @@ impl Place {
             size: of.nodes,
             subnet,
             underlay: match &of.network {
-                GroupNetwork::Vxlan => Underlay::Vxlan(of.port),
+                GroupNetwork::Vxlan(port) => Underlay::Vxlan(*port),
                 GroupNetwork::Bridge(name) => Underlay::Bridge(name.clone()),
             },
             address,
@@ -275,8 +272,8 @@ fn address(of: &Group, coordinator: &[String]) -> anyhow::Result<IpAddr> {
     // All machines of a bridge are this one.
     let is_ours_alone = address.is_loopback() || address.is_unspecified();
     match of.network {
-        GroupNetwork::Vxlan if is_ours_alone => Ok(own_address()?),
-        GroupNetwork::Vxlan | GroupNetwork::Bridge(_) => Ok(address),
+        GroupNetwork::Vxlan(_) if is_ours_alone => Ok(own_address()?),
+        GroupNetwork::Vxlan(_) | GroupNetwork::Bridge(_) => Ok(address),
     }
 }
 
@@ -302,7 +299,7 @@ mod tests {
     fn a_coordinator_on_this_machine_does_not_make_the_address_one_that_only_this_machine_has() {
         let coordinator = ["http://127.0.0.1:2379".to_owned()];
         assert!(address_towards(&coordinator).unwrap().is_loopback());
-        let mut of = Group { network: GroupNetwork::Vxlan, ..Group::default() };
+        let mut of = Group { network: GroupNetwork::default(), ..Group::default() };
         match address(&of, &coordinator) {
             Ok(address) => assert!(!address.is_loopback() && !address.is_unspecified(), "{address}"),
             Err(error) => assert!(error.to_string().contains("Set group.address"), "{error}"),

@@ -35,7 +35,7 @@ fn node(size: u32) -> Node {
         size,
         subnet: "10.213.0.0/16".into(),
         lease_s: LEASE.as_secs(),
-        network: "vxlan, UDP port 4789".into(),
+        network: "vxlan".into(),
         packet: Some(1450),
         user: 0,
     }

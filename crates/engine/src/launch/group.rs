@@ -115,8 +115,8 @@ pub enum Error {
     Kind(&'static str),
     /// The port is in use.
     #[error(
-        "UDP port {0} is used by another program, or by another group with the same VXLAN network identifier: end that program, or set another \
-         group.port on all machines"
+        "UDP port {0} is used by another program, or by another group with the same VXLAN network identifier: end that program, or set \
+         group.network = \"vxlan:PORT\" with another port on all machines"
     )]
     Port(u16),
     /// The file for /etc/hosts cannot be written.

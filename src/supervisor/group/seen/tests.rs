@@ -26,7 +26,7 @@ fn nodes() -> BTreeMap<Rank, Node> {
         size: SIZE,
         subnet: "10.213.0.0/16".into(),
         lease_s: 30,
-        network: "vxlan, UDP port 4789".into(),
+        network: "vxlan".into(),
         packet: Some(1450),
         user: 0,
     };
