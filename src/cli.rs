@@ -15,7 +15,8 @@ mod group;
 mod list;
 mod logs;
 mod man;
-pub(crate) mod output;
+pub(crate) mod mark;
+mod output;
 mod progress;
 mod prune;
 mod rehearse;
@@ -29,7 +30,6 @@ mod status;
 mod stop;
 mod tag;
 mod trust;
-mod unmark;
 mod usage;
 mod verify;
 
@@ -164,16 +164,12 @@ enum Command {
     Prune(prune::PruneArgs),
     /// Remove jobs that are not running, with their images, output and memory
     Rm(rm::RmArgs),
-    /// Pin an image: no rule removes it
+    /// Pin an image: no rule removes it. With --remove, remove the pin
     Pin(tag::PinArgs),
-    /// Remove the pin of an image
-    Unpin(tag::PinArgs),
-    /// Tag an image, to refer to it as JOB/TAG; a tag does not protect it, `pin` does
+    /// Tag an image, to refer to it as JOB/TAG; a tag does not protect it, `pin` does. With --remove, remove tags
     Tag(tag::TagArgs),
-    /// Remove tags from an image
-    Untag(tag::TagArgs),
-    /// Remove the bad mark from images, so that restarts use them again
-    Unmark(unmark::UnmarkArgs),
+    /// With --good, remove the bad mark from images, so that restarts use them again
+    Mark(mark::MarkArgs),
     /// Check whether `run` works on this machine, and show fixes; exit with 69 if it does not
     Doctor,
     /// Show or check the configuration
@@ -294,10 +290,8 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
         Command::Prune(args) => prune::prune(global, args),
         Command::Rm(args) => rm::rm(global, args),
         Command::Pin(args) => tag::pin(global, args),
-        Command::Unpin(args) => tag::unpin(global, args),
         Command::Tag(args) => tag::tag(global, args),
-        Command::Untag(args) => tag::untag(global, args),
-        Command::Unmark(args) => unmark::unmark(global, args),
+        Command::Mark(args) => mark::mark(global, args),
         Command::Doctor => doctor::doctor(global),
         Command::Config(ConfigCommand::Show) => {
             config::show(global.config.as_deref(), &global.overrides(), global.format())?;

@@ -234,7 +234,7 @@ pub(super) fn images_of_job() -> ArgValueCompleter {
     })
 }
 
-/// Completes the tags of the image that is the first word, as for `untag`.
+/// Completes the tags of the image that is the first word, as for `tag --remove`.
 pub(super) fn tags_of_image() -> ArgValueCompleter {
     ArgValueCompleter::new(|current: &OsStr| {
         within_limit(current, |typed, finder, _| {

@@ -141,18 +141,18 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         &[
             ("rekindle pin train", "Keep the newest good image, whatever the rules say"),
             ("rekindle pin train/best", "Keep the image with this tag"),
+            ("rekindle pin --remove train/best", "Let the rules remove the image again"),
         ],
     ),
-    ("unpin", &[("rekindle unpin train/best", "Let the rules remove the image again")]),
     (
         "tag",
         &[
             ("rekindle tag train best", "Name the newest good image train/best"),
             ("rekindle tag train/42 epoch-7 lowest-loss", "Give two names to image 42"),
+            ("rekindle tag --remove train/42 epoch-7", "Remove one of the names"),
         ],
     ),
-    ("untag", &[("rekindle untag train/best best", "Remove the name from the image")]),
-    ("unmark", &[("rekindle unmark train/42", "Let restarts use image 42 again")]),
+    ("mark", &[("rekindle mark --good train/42", "Let restarts use image 42 again")]),
     (
         "doctor",
         &[

@@ -177,7 +177,7 @@ fn restorable(state: &State, differences: &[Difference]) -> &'static str {
     match (state, differences) {
         (_, [first, ..]) if first.is_fatal() => "cannot be restored on this machine",
         (State::Bad { .. }, _) => {
-            "restarts pass over it, because it is marked as bad; `rekindle unmark` removes the mark"
+            "restarts pass over it, because it is marked as bad; `rekindle mark --good` removes the mark"
         }
         (_, []) => "can be restored on this machine",
         _ => "might not work on this machine",
@@ -311,7 +311,7 @@ mod tests {
         let mark = BadMark { why: BadWhy::DoesNotRestore, detail: "bad size".into(), when: Default::default() };
         assert_eq!(restorable(&State::Good(manifest()), &[]), "can be restored on this machine");
         let words = restorable(&State::Bad { manifest: manifest(), mark }, &[]);
-        assert!(!words.contains("can be restored") && words.contains("rekindle unmark"), "{words}");
+        assert!(!words.contains("can be restored") && words.contains("rekindle mark --good"), "{words}");
     }
 
     #[test]

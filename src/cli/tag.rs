@@ -1,4 +1,4 @@
-//! `rekindle pin`, `unpin`, `tag` and `untag`: change the user's pins and tags of images.
+//! `rekindle pin` and `tag`: change the user's pins and tags of images.
 
 use serde::Serialize;
 
@@ -13,6 +13,9 @@ pub(crate) struct PinArgs {
     /// JOB (its newest good image), JOB/ID, JOB/TAG, JOB/-N or ID
     #[arg(add = complete::images())]
     image: String,
+    /// Remove the pin
+    #[arg(long)]
+    remove: bool,
 }
 
 /// Which image, and its tags.
@@ -24,6 +27,9 @@ pub(crate) struct TagArgs {
     /// Tags: 1 to 64 characters from A-Z a-z 0-9 . _ -; not a number, and not "latest"
     #[arg(required = true, value_name = "TAG", add = complete::tags_of_image())]
     tags: Vec<Tag>,
+    /// Remove these tags
+    #[arg(long)]
+    remove: bool,
 }
 
 /// The state after the change.
@@ -36,19 +42,12 @@ struct Shown<'a> {
 }
 
 pub(super) fn pin(global: &Global, args: &PinArgs) -> anyhow::Result<Exit> {
-    change(global, &args.image, Change::Pin)
-}
-
-pub(super) fn unpin(global: &Global, args: &PinArgs) -> anyhow::Result<Exit> {
-    change(global, &args.image, Change::Unpin)
+    change(global, &args.image, if args.remove { Change::Unpin } else { Change::Pin })
 }
 
 pub(super) fn tag(global: &Global, args: &TagArgs) -> anyhow::Result<Exit> {
-    change(global, &args.image, Change::Tag(args.tags.clone()))
-}
-
-pub(super) fn untag(global: &Global, args: &TagArgs) -> anyhow::Result<Exit> {
-    change(global, &args.image, Change::Untag(args.tags.clone()))
+    let tags = args.tags.clone();
+    change(global, &args.image, if args.remove { Change::Untag(tags) } else { Change::Tag(tags) })
 }
 
 fn change(global: &Global, text: &str, change: Change) -> anyhow::Result<Exit> {

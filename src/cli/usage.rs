@@ -108,6 +108,9 @@ fn other_name(typed: &str) -> Option<&'static str> {
         "check" | "validate" | "fsck" => {
             "`rekindle doctor` checks this machine, `rekindle verify` the images, `rekindle config check` the configuration"
         }
+        "unpin" => "`rekindle pin --remove IMAGE` removes a pin",
+        "untag" => "`rekindle tag --remove IMAGE TAG` removes a tag",
+        "unmark" => "`rekindle mark --good IMAGE` removes the bad mark of an image",
         "fix" => "`rekindle repair JOB` repairs damaged images",
         "init" | "setup" | "install" => "nothing needs to be set up: `rekindle doctor` checks this machine",
         "version" => "use `rekindle --version`",
@@ -210,6 +213,12 @@ mod tests {
             ("rekindle run --deadline -1h -- true", "--deadline \"-1h\": must not be negative"),
             ("rekindle logs -n -5 train", "-n \"-5\": must not be negative"),
             ("rekindle prune --keep-within -2h", "--keep-within \"-2h\": must not be negative"),
+            ("rekindle unpin train", "unknown command \"unpin\": `rekindle pin --remove IMAGE` removes a pin"),
+            ("rekindle untag train a", "unknown command \"untag\": `rekindle tag --remove IMAGE TAG` removes a tag"),
+            (
+                "rekindle unmark train/1",
+                "unknown command \"unmark\": `rekindle mark --good IMAGE` removes the bad mark of an image",
+            ),
             ("rekindle kill train", "unknown command \"kill\": `rekindle stop JOB` stops a job"),
             ("rekindle version", "unknown command \"version\": use `rekindle --version`"),
             ("rekindle config version", "unknown command \"version\": `rekindle config --help` lists the commands"),

@@ -336,7 +336,7 @@ fn mark(job: &JobName, mut image: Image, why: BadWhy, detail: &str) -> bool {
 
 fn say_marked(job: &JobName, id: ImageId, why: BadWhy, detail: &str) {
     tracing::error!(
-        "image {id} is marked as bad and is kept ({why}: {detail}). `rekindle unmark {job}/{id}` removes the mark"
+        "image {id} is marked as bad and is kept ({why}: {detail}). `rekindle mark --good {job}/{id}` removes the mark"
     );
 }
 

@@ -143,13 +143,13 @@ pub enum Error {
         why: String,
     },
     /// The image would have too many tags.
-    #[error("image {0} would have more than {most} tags: remove some with `rekindle untag`", most = Tags::MOST)]
+    #[error("image {0} would have more than {most} tags: remove some with `rekindle tag --remove`", most = Tags::MOST)]
     TooManyTags(ImageId),
     /// The image was removed while it was being pinned or tagged.
     #[error("image {0} is being removed now: check with `rekindle list` whether it still exists, and try again")]
     RemovedMeanwhile(ImageId),
     /// The image that was to be removed is pinned.
-    #[error("image {0} is pinned; `rekindle unpin` removes the pin")]
+    #[error("image {0} is pinned; `rekindle pin --remove` removes the pin")]
     Pinned(ImageId),
     /// Another process is removing the job of that name.
     #[error("job \"{0}\" is being removed by another process: try again when that has ended")]

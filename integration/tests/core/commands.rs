@@ -363,8 +363,8 @@ fn pins_and_tags_are_kept_by_prune_and_found_again() {
     run.snapshot(&lab);
     finish(&lab, run);
     assert_eq!(json(&lab, &["pin", "j/2"])["pinned"], true);
-    assert_eq!(json(&lab, &["unpin", "j/2"])["pinned"], false);
-    assert_eq!(json(&lab, &["untag", "j/best", "epoch-3"])["tags"], serde_json::json!(["best"]));
+    assert_eq!(json(&lab, &["pin", "--remove", "j/2"])["pinned"], false);
+    assert_eq!(json(&lab, &["tag", "--remove", "j/best", "epoch-3"])["tags"], serde_json::json!(["best"]));
 
     let shown = json(&lab, &["show", "j/best"]);
     assert!(shown["id"].as_str().unwrap().starts_with("000001-") && shown["pinned"] == true, "{shown:#}");
@@ -375,8 +375,9 @@ fn pins_and_tags_are_kept_by_prune_and_found_again() {
     assert!(text(&lab.rekindle(&["list", "j"])).1.contains("pinned, best"));
     assert_eq!(text(&lab.rekindle(&["verify", "j"])).0, 0, "tags are no damage");
 
-    for args in [["tag", "j/1", "latest"], ["tag", "j/1", "7"], ["untag", "j/1", "a b"], ["pin", "j/none", "--json"]] {
-        let (code, _, said) = text(&lab.rekindle(&args));
+    let without_a_tag = ["tag", "--remove", "j/1", "a b"];
+    for args in [&["tag", "j/1", "latest"][..], &["tag", "j/1", "7"], &without_a_tag, &["pin", "j/none", "--json"]] {
+        let (code, _, said) = text(&lab.rekindle(args));
         assert!(code == 2, "{args:?}: {code} {said}");
     }
     let (code, _, said) = text(&lab.rekindle(&["tag", "j/1", "7"]));
@@ -408,9 +409,9 @@ fn pins_and_tags_are_kept_by_prune_and_found_again() {
     assert_eq!(lab.good(), [6, 5, 1]);
     let (code, out, said) = text(&lab.rekindle(&["prune", "j", "--max-total-size", "1", "--json"]));
     assert!(code == 0 && out.contains("beyond store.max-total-size"), "{code} {out}");
-    assert!(said.contains("rekindle unpin"), "{said}");
+    assert!(said.contains("rekindle pin --remove"), "{said}");
     assert_eq!(lab.good(), [6, 1]);
-    assert_eq!(text(&lab.rekindle(&["unpin", "j/best"])).0, 0);
+    assert_eq!(text(&lab.rekindle(&["pin", "--remove", "j/best"])).0, 0);
     json(&lab, &["prune", "j", "--max-total-size", &(total(&lab) - 1).to_string()]);
     assert_eq!(lab.good(), [6]);
 }
@@ -440,7 +441,7 @@ fn a_bound_of_all_images_holds_while_the_job_runs() {
         // If no image may be removed, the next one is not stored, and the message names a remedy.
         assert_eq!(text(&lab.rekindle(&["pin", "j/4"])).0, 0);
         run.signal(Signal::SIGUSR1);
-        run.wait_said("rekindle unpin");
+        run.wait_said("rekindle pin --remove");
         run.wait_said("store.max-total-size");
         assert_eq!(lab.good(), [5, 4, 1], "{staging}");
         count_on(&lab, &mut run, 2);

@@ -108,7 +108,7 @@ fn shells_complete_jobs_images_and_tags() {
         }
         assert!(!asked.words("rekindle rm ").contains(&"j".to_owned()), "{shell}: it runs");
         is("rekindle run --name ", &[]);
-        for command in ["show", "restore", "pin", "untag", "verify", "unmark"] {
+        for command in ["show", "restore", "pin", "tag --remove", "verify", "mark --good"] {
             let both = || {
                 let mut both = asked.words(&format!("rekindle {command} "));
                 both.sort();
@@ -122,7 +122,7 @@ fn shells_complete_jobs_images_and_tags() {
         is("rekindle show j/-", &["j/-1"]);
         is("rekindle show j/", &["j/latest", "j/best", &format!("j/{id}")]);
         is("rekindle rewind j ", &["latest", "best", &id]);
-        is("rekindle untag j/1 ", &["best"]);
+        is("rekindle tag --remove j/1 ", &["best"]);
         is(&format!("rekindle show --store {store} j/l"), &["j/latest"]);
         is(&format!("rekindle show --store {store}/none j/l"), &[]);
         is("rekindle stat", &["status"]);

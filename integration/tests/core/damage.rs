@@ -327,7 +327,8 @@ fn what_both_images_have_lost_is_restored_from_neither() {
     for _ in 0..2 {
         let (out, said) = again(&lab).ends_with(66);
         assert!(out.is_empty(), "{out}");
-        for command in ["rekindle list j", "rekindle unmark j/ID", "rekindle restore j/ID", "rekindle run --fresh"] {
+        for command in ["rekindle list j", "rekindle mark --good j/ID", "rekindle restore j/ID", "rekindle run --fresh"]
+        {
             assert!(said.contains(command), "{command}: {said}");
         }
         assert!(lab.images().len() == 2);

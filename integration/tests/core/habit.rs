@@ -82,8 +82,8 @@ fn a_running_job_is_found_wherever_its_store_is() {
     assert_eq!(ask(&lab, &["show", "j"])["job"], "j");
     assert_eq!(ask(&lab, &["tag", "j/1", "best"])["tags"][0], "best");
     let id = ask(&lab, &["pin", "j/best"])["image"].as_str().unwrap().to_owned();
-    assert_eq!(ask(&lab, &["unpin", &id])["pinned"], false, "by its id alone");
-    assert_eq!(ask(&lab, &["unmark", "j/best"])[0]["mark"], Value::Null);
+    assert_eq!(ask(&lab, &["pin", "--remove", &id])["pinned"], false, "by its id alone");
+    assert_eq!(ask(&lab, &["mark", "--good", "j/best"])[0]["mark"], Value::Null);
     for args in [&["verify", "j"][..], &["verify", "j/best"], &["verify"], &["repair", "--dry-run", "j"]] {
         assert_eq!(elsewhere(&lab, args).0, 0, "{args:?}");
     }

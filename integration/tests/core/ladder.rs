@@ -88,12 +88,12 @@ fn an_image_the_job_dies_from_is_passed_over_then_the_beginning_then_the_end() {
     assert!(lab.good().is_empty() && lab.images().len() == 2, "both are marked, both are kept");
     let status = String::from_utf8(lab.rekindle(&["status", "j"]).stdout).unwrap();
     assert!(status.contains("`rekindle list j` shows what is wrong with its images"), "{status}");
-    let unmarked = lab.rekindle(&["unmark", "j/1", "j/2"]);
+    let unmarked = lab.rekindle(&["mark", "--good", "j/1", "j/2"]);
     let said = String::from_utf8_lossy(&unmarked.stdout).into_owned();
     assert!(unmarked.status.success() && said.matches("good again").count() == 2, "{unmarked:?}");
     assert!(said.contains("dies again"), "{said}");
     assert_eq!(lab.good(), [2, 1]);
-    assert_eq!(lab.rekindle(&["unmark", "j/9"]).status.code(), Some(2));
+    assert_eq!(lab.rekindle(&["mark", "--good", "j/9"]).status.code(), Some(2));
 }
 
 #[test]

@@ -62,7 +62,7 @@ fn a_mark_reaches_the_replica_and_so_does_its_removal() {
     mark(&lab, BadWhy::DiesAgain);
     replicated(&mut run, &lab);
     assert!(!is_good());
-    assert!(lab.rekindle(&["unmark", &format!("j/{first}")]).status.success());
+    assert!(lab.rekindle(&["mark", "--good", &format!("j/{first}")]).status.success());
     replicated(&mut run, &lab);
     assert!(is_good());
     lab.kill_9(run);

@@ -17,7 +17,7 @@ use rekindle_store::{DamageKind, Image, ImageId, JobFolder, JobName, JobRecord, 
 /// There are images to continue from, and none can be used.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "{why}. `rekindle list {job}` shows what is wrong with each; `rekindle unmark {job}/ID` removes a mark; `rekindle \
+    "{why}. `rekindle list {job}` shows what is wrong with each; `rekindle mark --good {job}/ID` removes a mark; `rekindle \
     restore {job}/ID` continues from one image; `rekindle run --fresh` with the same command starts the job from the \
     beginning"
 )]

@@ -94,7 +94,7 @@ pub enum Refusal {
         path: PathBuf,
     },
     /// Below the limit for the total size.
-    #[error("the image needs about {need}, and the images that cannot be removed take {stay} (the newest good one, the newest proven one, the newest that was rehearsed or restored, pinned and unreadable ones), more than store.max-total-size ({max}) together: raise it to {enough} or more, or remove pins with `rekindle unpin`", need = ByteSize::b(*need), stay = ByteSize::b(*stay), max = ByteSize::b(*max), enough = ByteSize::b(need.saturating_add(*stay)))]
+    #[error("the image needs about {need}, and the images that cannot be removed take {stay} (the newest good one, the newest proven one, the newest that was rehearsed or restored, pinned and unreadable ones), more than store.max-total-size ({max}) together: raise it to {enough} or more, or remove pins with `rekindle pin --remove`", need = ByteSize::b(*need), stay = ByteSize::b(*stay), max = ByteSize::b(*max), enough = ByteSize::b(need.saturating_add(*stay)))]
     MaxTotal {
         /// Bytes the image is likely to need.
         need: u64,

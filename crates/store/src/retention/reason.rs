@@ -164,7 +164,7 @@ impl fmt::Display for Note {
             Note::MaxTotal { left, max } => write!(
                 f,
                 "the images that cannot be removed (the newest good one, the newest proven one, the newest that was rehearsed or restored, pinned and unreadable ones) take {}, more than \
-                 store.max-total-size ({}): raise it, or remove pins with `rekindle unpin`",
+                 store.max-total-size ({}): raise it, or remove pins with `rekindle pin --remove`",
                 ByteSize::b(*left),
                 ByteSize::b(*max)
             ),

@@ -94,7 +94,7 @@ fn the_bound_of_all_images_holds_with_the_next_one() {
     assert!(said.contains("store.max-total-size (19 B)") && said.contains("raise it to 20 B or more"), "{said}");
     facts[0].pin = Pin::Pinned;
     assert_eq!(gone(&ask(&facts, 10, 39)), [2]);
-    assert!(refusal(ask(&facts, 10, 29)).contains("rekindle unpin"));
+    assert!(refusal(ask(&facts, 10, 29)).contains("rekindle pin --remove"));
 }
 
 #[test]

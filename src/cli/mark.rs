@@ -1,4 +1,4 @@
-//! `rekindle unmark`: removes marks from images, so that restarts use them again.
+//! `rekindle mark --good`: removes marks from images, so that restarts use them again.
 //!
 //! A mark is the supervisor's guess about the cause of a failure. Needs no lock: the mark is a file that exists or not,
 //! and a running supervisor reads it again whenever it chooses an image.
@@ -12,7 +12,10 @@ use rekindle_store::{BadMark, ImageId, JobName, State};
 
 /// Which images.
 #[derive(Debug, clap::Args)]
-pub(crate) struct UnmarkArgs {
+pub(crate) struct MarkArgs {
+    /// Remove the bad mark, so that restarts use the images again
+    #[arg(long, required = true)]
+    good: bool,
     /// JOB/ID, JOB/TAG, JOB/-N or ID
     #[arg(required = true, value_name = "IMAGE", add = complete::images())]
     images: Vec<String>,
@@ -27,7 +30,7 @@ struct Row {
     mark: Option<BadMark>,
 }
 
-pub(super) fn unmark(global: &Global, args: &UnmarkArgs) -> anyhow::Result<Exit> {
+pub(super) fn mark(global: &Global, args: &MarkArgs) -> anyhow::Result<Exit> {
     let finder = Finder::with_key(global)?;
     let mut rows = Vec::new();
     for text in &args.images {
