@@ -216,6 +216,13 @@ impl Decision {
 /// what ended it before.
 pub(crate) const HEALTHY_UPTIME: Duration = Duration::from_secs(600);
 
+/// The time in which restarts are counted.
+pub(crate) const WINDOW: Duration = Duration::from_secs(3600);
+
+/// Exit codes of a shell and of most programs after which no try is worth it.
+const NEVER_AGAIN: [(i32, &str); 3] =
+    [(2, "wrong usage"), (126, "that the command cannot be executed"), (127, "that the command was not found")];
+
 /// How often a job may die soon after a start from the beginning.
 pub(crate) const EARLY_DEATHS: u32 = 2;
 /// How often in a row a job may hang after a restore without any progress, if all images that are left are of a hang.
@@ -251,7 +258,7 @@ impl History {
         now: Instant,
     ) -> Decision {
         if let Death::Ended(ended) | Death::Excused(ended) | Death::Outside(ended, _) = death {
-            match judge(ended, policy) {
+            match judge(ended) {
                 Verdict::Complete => return Decision::Complete,
                 Verdict::Never(why) => return Decision::GiveUp { why, mark: None },
                 Verdict::Retry => {}
@@ -434,11 +441,11 @@ impl History {
             // From the beginning, also if that is allowed, would lose what the images have.
             return Decision::Unread;
         }
-        while self.restarts.front().is_some_and(|at| now.saturating_duration_since(*at) > policy.window) {
+        while self.restarts.front().is_some_and(|at| now.saturating_duration_since(*at) > WINDOW) {
             self.restarts.pop_front();
         }
         if self.restarts.len() >= usize::try_from(policy.max_restarts).unwrap_or(usize::MAX) {
-            let window = humantime::format_duration(policy.window);
+            let window = humantime::format_duration(WINDOW);
             let why = format!("{} restarts within {window} (restart.max-restarts)", self.restarts.len());
             return Decision::GiveUp { why, mark };
         }
@@ -500,10 +507,10 @@ pub(crate) fn is_from_outside(death: Death) -> bool {
     evidence(death, Duration::ZERO).is_none()
 }
 
-/// Why a job that ended so is not started again, if the configuration says that.
+/// Why a job that ended so is not started again, if no try is worth it.
 #[must_use]
-pub(crate) fn never_again(ended: Ended, policy: &Restart) -> Option<String> {
-    match judge(ended, policy) {
+pub(crate) fn never_again(ended: Ended) -> Option<String> {
+    match judge(ended) {
         Verdict::Never(why) => Some(why),
         Verdict::Complete | Verdict::Retry => None,
     }
@@ -515,19 +522,18 @@ enum Verdict {
     Retry,
 }
 
-fn judge(ended: Ended, policy: &Restart) -> Verdict {
+fn judge(ended: Ended) -> Verdict {
     let Ended::Exit(code) = ended else { return Verdict::Retry };
     if code == 0 {
         return Verdict::Complete;
     }
-    let listed = |list: &[u8]| u8::try_from(code).is_ok_and(|code| list.contains(&code));
-    if listed(&policy.never_retry_exit_codes) {
-        return Verdict::Never(format!("exit code {code} is in restart.never-retry-exit-codes"));
+    match NEVER_AGAIN.iter().find(|(never, _)| *never == code) {
+        Some((_, meaning)) => Verdict::Never(format!(
+            "exit code {code} means {meaning}, so another try would end in the same way. If it does not mean that, add a \
+            rule with exit-code = {code} and action = \"restart\" ([[rules]])"
+        )),
+        None => Verdict::Retry,
     }
-    if !policy.retry_exit_codes.is_empty() && !listed(&policy.retry_exit_codes) {
-        return Verdict::Never(format!("exit code {code} is not in restart.retry-exit-codes"));
-    }
-    Verdict::Retry
 }
 
 /// The pause before the try that follows so many.
@@ -536,7 +542,7 @@ fn back_off(times: u32, policy: &Restart) -> Duration {
         return Duration::ZERO;
     }
     let factor = 1u32.checked_shl(times.saturating_sub(1)).unwrap_or(u32::MAX);
-    policy.backoff.saturating_mul(factor).min(policy.backoff_max)
+    policy.backoff.saturating_mul(factor).min(policy.longest_backoff())
 }
 
 #[cfg(test)]

@@ -38,7 +38,6 @@ SETTINGS = {
     "snapshot.rehearse": "off",
     "store.min-free": "1MiB",
     "restart.backoff": "100ms",
-    "restart.backoff-max": "100ms",
     "restart.min-uptime": "1ms",
     "restart.restore-timeout": "60s",
     "restart.max-restarts": "1",

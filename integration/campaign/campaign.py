@@ -26,7 +26,6 @@ SETTINGS = {
     "snapshot.interval": "1s",
     "snapshot.retry-after": "1s",
     "restart.backoff": "100ms",
-    "restart.backoff-max": "1s",
     # Deaths sooner than this after a restore speak against an image, and the fourth has another one tried; an image is
     # proven once the job has lived so long after it.
     "restart.min-uptime": "1s",

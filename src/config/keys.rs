@@ -45,8 +45,6 @@ pub(super) enum Shape {
     Count,
     /// `true` or `false`.
     Flag,
-    /// Integers, separated by commas.
-    Codes,
     /// Words, separated by spaces.
     Words,
     /// NAME=VALUE, separated by commas; each name is an entry with its own origin.
@@ -61,7 +59,6 @@ const SIZE: &str = "a size such as \"64MiB\" or \"200GB\", or a whole number of 
 const RATE: &str = "\"unlimited\", or a size per second such as \"500MB\" or a whole number of bytes";
 const COUNT: &str = "a whole number from 0 to 4294967295";
 const WORDS: &str = "a list of strings: the program and its arguments, such as [\"/usr/local/bin/tell\", \"-v\"]";
-const CODES: &str = "a list of exit codes from 1 to 255, such as [1, 137]";
 
 const fn key(path: &'static str, shape: Shape, expects: &'static str) -> Key {
     Key { path, shape, expects }
@@ -159,12 +156,8 @@ pub(super) const KEYS: &[Key] = &[
     key("replica.keep-last", Shape::Count, COUNT),
     key("replica.rate", Shape::Text, RATE),
     key("restart.max-restarts", Shape::Count, COUNT),
-    key("restart.window", Shape::Text, DURATION),
     key("restart.backoff", Shape::Text, DURATION),
-    key("restart.backoff-max", Shape::Text, DURATION),
     key("restart.min-uptime", Shape::Text, DURATION),
-    key("restart.retry-exit-codes", Shape::Codes, CODES),
-    key("restart.never-retry-exit-codes", Shape::Codes, CODES),
     key("restart.cold-start", Shape::Text, "\"no-images\", \"allow\" or \"never\""),
     key("restart.changed-files", Shape::Text, "\"refuse\" or \"warn\""),
     key("restart.compare", Shape::Text, "\"on\", \"required\" or \"tell\""),
@@ -280,6 +273,16 @@ pub(super) const REMOVED: &[(&str, &str)] = &[
     ("snapshot.freeze-timeout", "use snapshot.freeze-limit"),
     ("snapshot.dump-timeout", "use snapshot.freeze-limit"),
     ("group.port", "use group.network = \"vxlan:PORT\""),
+    (
+        "restart.retry-exit-codes",
+        "use two rules: [[rules]] with match = { exit-code = [1, 137] } and action = \"restart\", then one with match = { cause = \"exit\" } and action = \"give-up\"",
+    ),
+    (
+        "restart.never-retry-exit-codes",
+        "use a rule: [[rules]] with match = { exit-code = 3 } and action = \"give-up\", or \"restart\" for 2, 126 and 127",
+    ),
+    ("restart.window", "restarts are counted within an hour. To allow more of them, set restart.max-restarts"),
+    ("restart.backoff-max", "the pause before a restart grows to 5 minutes at most. Delete the key"),
     ("word.max-hold", "use job-api.max-hold"),
     ("[word]", "use [job-api]"),
 ];

@@ -247,7 +247,6 @@ impl Layers {
             }
             // These keys have no variable.
             Shape::Tables => {}
-            Shape::Codes => self.settings.push(whole(Value::Array(items().map(integer).collect()))),
             Shape::Words => {
                 let words = text.split_whitespace().map(Value::from);
                 self.settings.push(whole(Value::Array(words.collect())));

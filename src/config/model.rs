@@ -327,24 +327,14 @@ pub(crate) enum OnSuccess {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub(crate) struct Restart {
-    /// Maximum number of restarts within [`Restart::window`]; 0 means no restarts.
+    /// Maximum number of restarts within an hour; 0 means no restarts.
     pub(crate) max_restarts: u32,
-    /// The time in which restarts are counted.
-    #[serde(with = "duration")]
-    pub(crate) window: Duration,
     /// First wait before a restart; doubles with each further one.
     #[serde(with = "duration")]
     pub(crate) backoff: Duration,
-    /// Longest wait before a restart.
-    #[serde(with = "duration")]
-    pub(crate) backoff_max: Duration,
     /// A death sooner than this after a restore counts against the image.
     #[serde(with = "duration")]
     pub(crate) min_uptime: Duration,
-    /// Exit codes that are worth a restart; empty means every code but 0.
-    pub(crate) retry_exit_codes: Vec<u8>,
-    /// Exit codes that are never worth a restart.
-    pub(crate) never_retry_exit_codes: Vec<u8>,
     /// Whether the job may be started from the beginning if no image can be used.
     pub(crate) cold_start: ColdStart,
     /// What to do if a file changed since the snapshot and its content is not in the image.
@@ -356,6 +346,18 @@ pub(crate) struct Restart {
     /// Time limit for a restore; CRIU hangs for ever on some broken images.
     #[serde(with = "duration")]
     pub(crate) restore_timeout: Duration,
+}
+
+/// The longest wait before a restart, unless `backoff` is longer. It is short beside the time that most faults of a machine
+/// take to be repaired.
+const LONGEST_BACKOFF: Duration = Duration::from_secs(300);
+
+impl Restart {
+    /// The longest wait before a restart.
+    #[must_use]
+    pub(crate) fn longest_backoff(&self) -> Duration {
+        self.backoff.max(LONGEST_BACKOFF)
+    }
 }
 
 /// `restart.on-process-death`: which processes of a job take it back to its newest image when a signal kills them.
@@ -510,13 +512,8 @@ impl Default for Restart {
     fn default() -> Restart {
         Restart {
             max_restarts: 10,
-            window: seconds(3600),
             backoff: seconds(1),
-            backoff_max: seconds(300),
             min_uptime: seconds(30),
-            retry_exit_codes: Vec::new(),
-            // Wrong usage, not executable, not found: another try would end in the same way.
-            never_retry_exit_codes: vec![2, 126, 127],
             cold_start: ColdStart::default(),
             changed_files: ChangedFiles::default(),
             compare: Compare::default(),

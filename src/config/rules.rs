@@ -108,10 +108,6 @@ impl Rules {
             format!("must be at least {SLOWEST}, or \"unlimited\": a slower copy of an image takes days")
         });
     }
-
-    fn codes(&mut self, key: &str, codes: &[u8]) {
-        self.that(!codes.contains(&0), key, || "must not contain 0, which means success and ends the job".to_owned());
-    }
 }
 
 /// Whether a name can be a folder in the store and a word in a message.
@@ -317,24 +313,8 @@ fn replica(config: &Config, rules: &mut Rules) {
 fn restart(config: &Config, rules: &mut Rules) {
     let restart = &config.restart;
     let second = Duration::from_secs(1);
-    rules.time("restart.window", restart.window, second, ", because restarts are counted within it");
     rules.time("restart.backoff", restart.backoff, Duration::ZERO, "");
-    rules.time("restart.backoff-max", restart.backoff_max, Duration::ZERO, "");
-    rules.that(restart.backoff_max >= restart.backoff, "restart.backoff-max", || {
-        let least = humantime::format_duration(restart.backoff);
-        format!("must be at least restart.backoff, which is \"{least}\"")
-    });
     rules.time("restart.min-uptime", restart.min_uptime, Duration::ZERO, "");
-    rules.codes("restart.retry-exit-codes", &restart.retry_exit_codes);
-    rules.codes("restart.never-retry-exit-codes", &restart.never_retry_exit_codes);
-    let both = |code: &&u8| restart.never_retry_exit_codes.contains(*code);
-    if let Some(code) = restart.retry_exit_codes.iter().find(both) {
-        let rule = format!(
-            "must not contain {code}, which restart.never-retry-exit-codes contains, too. Remove it from one \
-                of them"
-        );
-        rules.0.push(("restart.retry-exit-codes".to_owned(), rule));
-    }
     rules.time("restart.restore-timeout", restart.restore_timeout, second, "");
 }
 

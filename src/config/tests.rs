@@ -128,12 +128,8 @@ rate = "1MiB"
 [restart]
 max-restarts = 0
 on-process-death = "any"
-window = "2days"
 backoff = "0s"
-backoff-max = "0s"
 min-uptime = "1s"
-retry-exit-codes = [1, 255]
-never-retry-exit-codes = []
 cold-start = "never"
 changed-files = "warn"
 compare = "required"
@@ -210,7 +206,6 @@ fn every_key_can_be_set() {
     assert_eq!((config.store.copies, config.store.verify_rate), (Copies::Two, VerifyRate::Off));
     assert_eq!(config.replica.url.as_ref().map(ReplicaUrl::bucket), Some("bucket"));
     assert_eq!(config.replica.rate, Rate::PerSecond(ByteSize::mib(1)));
-    assert_eq!(config.restart.retry_exit_codes, [1, 255]);
     assert_eq!(config.log.max_size.bytes(), 3 << 19);
     assert_eq!(config.files.track, [Path::new("/data/db")]);
     assert_eq!(config.restart.changed_files, ChangedFiles::Warn);

@@ -103,7 +103,8 @@ impl Notify {
 
     pub(super) fn of(setup: &Setup) -> Notify {
         let (restart, snapshot) = (&setup.config.restart, &setup.config.snapshot);
-        let step = restart.restore_timeout.max(restart.backoff_max).max(snapshot.grace).max(snapshot.stop_limit());
+        let step =
+            restart.restore_timeout.max(restart.longest_backoff()).max(snapshot.grace).max(snapshot.stop_limit());
         let mut notify = Notify::from_environment();
         notify.said.stalled += step;
         notify

@@ -88,7 +88,6 @@ static CONFIGS: LazyLock<Vec<Config>> = LazyLock::new(|| {
         with(&|it| it.snapshot.interval = every(30)),
         with(&|it| {
             it.snapshot.interval = Interval::Auto;
-            it.restart.retry_exit_codes = vec![1, 75];
         }),
         with(&|it| {
             it.snapshot.interval = Interval::Off;

@@ -478,7 +478,7 @@ fn a_wrong_configuration_names_key_value_and_rule() {
         ("snapshot.interval", "\"1ms\"", vec!["snapshot.interval", "1ms", "100ms"]),
         ("store.keep-last", "0", vec!["store.keep-last = 0", "must be"]),
         ("store.keep-lost", "1", vec!["store.keep-lost", "did you mean store.keep-last?"]),
-        ("restart.retry-exit-codes", "[300]", vec!["restart.retry-exit-codes", "300", "must be"]),
+        ("restart.retry-exit-codes", "[3]", vec!["restart.retry-exit-codes was removed", "[[rules]]"]),
         ("job.umask", "\"999\"", vec!["job.umask", "999", "must be"]),
     ] {
         let lab = Lab::new().unwrap().set(key, value);

@@ -23,7 +23,7 @@ use crate::supervisor::{Lab, Running, comes, criu, kill};
 /// its CRIU waits at no gate. The time limits are above the tests' own: who waits for them fails.
 fn lab(fault: &str) -> Option<Lab> {
     let lab = Lab::new()?.set_file("criu.path", "criu").set("restart.backoff", "\"10m\"");
-    let lab = lab.set("restart.backoff-max", "\"10m\"").set("store.keep-last", "3");
+    let lab = lab.set("store.keep-last", "3");
     let lab = ["snapshot.freeze-limit", "restart.restore-timeout", "snapshot.retry-after"]
         .into_iter()
         .fold(lab, |lab, key| lab.set(key, "\"10m\""));
@@ -240,7 +240,7 @@ fn a_dump_whose_criu_is_killed_after_any_of_its_first_forks_is_made_again() {
 #[test]
 fn a_restore_whose_criu_is_killed_after_any_of_its_first_forks_is_made_again() {
     let Some(lab) = lab("") else { return };
-    let lab = lab.set("restart.backoff", "\"1ms\"").set("restart.backoff-max", "\"1ms\"");
+    let lab = lab.set("restart.backoff", "\"1ms\"");
     let lab = lab.set("restart.max-restarts", "1000");
     let mut run = start(&lab, "plain");
     run.snapshot(&lab);
@@ -293,7 +293,7 @@ fn criu_is_killed_at_random_moments() {
     let mut spans = [Duration::from_millis(150); 3];
     for kind in kinds {
         let Some(lab) = lab("") else { return };
-        let lab = lab.set("restart.backoff", "\"1ms\"").set("restart.backoff-max", "\"1ms\"");
+        let lab = lab.set("restart.backoff", "\"1ms\"");
         let lab = lab.set("restart.max-restarts", "10000").set("snapshot.rehearse", "\"1s\"");
         let mut run = start(&lab, kind);
         run.snapshot(&lab);

@@ -87,7 +87,7 @@ fn each_scheduler_gets_the_exit_code_that_it_queues_again_by() {
         let Some(lab) = Lab::new() else { return };
         let lab = lab.set("scheduler.profile", &format!("\"{profile}\"")).set("restart.backoff", "\"10m\"");
         // A job that dies soon is not restarted at once.
-        let lab = lab.set("restart.backoff-max", "\"10m\"").set("restart.min-uptime", "\"60s\"");
+        let lab = lab.set("restart.min-uptime", "\"60s\"");
         let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
         count_on(&lab, &mut run, 2);
         let pid = run.job_pid(&lab);

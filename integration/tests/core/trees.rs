@@ -273,7 +273,7 @@ fn connections_that_wait_to_be_accepted_are_not_in_the_way() {
 #[test]
 fn a_port_that_another_program_has_costs_no_image() {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("restart.backoff", "\"5s\"").set("restart.backoff-max", "\"5s\"");
+    let lab = lab.set("restart.backoff", "\"5s\"");
     // There is a pause, in which the port is taken.
     let lab = lab.set("restart.min-uptime", "\"1m\"");
     let mut run = start(&lab, "ranks");

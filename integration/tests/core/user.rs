@@ -163,7 +163,7 @@ fn a_right_that_is_missing_is_not_the_images_fault() {
     rights.retain(|right| right != "+dac_read_search");
     let lab = lab.set("job.user", "\"nobody\"").set("restart.cold-start", "\"never\"").with_only(&rights.join(","));
     // It is not given up before this test has looked.
-    let lab = lab.set("restart.backoff", "\"2s\"").set("restart.backoff-max", "\"2s\"");
+    let lab = lab.set("restart.backoff", "\"2s\"");
     let (mut run, _) = look(&lab);
     let image = run.snapshot(&lab);
     kill(run.job_pid(&lab), Signal::SIGKILL);
@@ -366,7 +366,7 @@ fn images_stay_good_while_a_folder_is_closed_to_the_user() {
     let Some(lab) = Lab::new() else { return };
     let lab = lab.set("job.user", "\"nobody\"").set("restart.cold-start", "\"never\"");
     // It is not given up before the folder is open again.
-    let lab = lab.set("restart.backoff", "\"2s\"").set("restart.backoff-max", "\"2s\"");
+    let lab = lab.set("restart.backoff", "\"2s\"");
     let folder = lab.file("shared");
     fs::create_dir(&folder).unwrap();
     let mode = |bits| fs::set_permissions(&folder, fs::Permissions::from_mode(bits)).unwrap();

@@ -71,7 +71,7 @@ fn the_result_tells_how_a_run_ended() {
     run.ends_with(2);
     let failed = self::result(&lab);
     assert_eq!((failed.outcome.as_str(), failed.exit_code), ("failed", Some(2)));
-    assert!(failed.lost_us > 0 && failed.why.unwrap().contains("never-retry"));
+    assert!(failed.lost_us > 0 && failed.why.unwrap().contains("wrong usage"));
     assert_eq!(failed.last_end.unwrap().cause, Cause::Exit { code: 2 });
 }
 

@@ -14,11 +14,10 @@ use crate::standin::Standin;
 use crate::supervisor::{LIMIT, Lab, Running, criu, job_file, kill, python};
 
 /// For jobs that are meant to fail often. The rest is the lab's.
-const CONFIG: [(&str, &str); 7] = [
+const CONFIG: [(&str, &str); 6] = [
     ("snapshot.retry-after", "\"300ms\""),
     ("store.min-free", "0"),
-    ("restart.backoff", "\"20ms\""),
-    ("restart.backoff-max", "\"200ms\""),
+    ("restart.backoff", "\"5ms\""),
     ("restart.max-restarts", "1000"),
     ("restart.min-uptime", "\"0s\""),
     ("log.level", "\"debug\""),
@@ -140,9 +139,7 @@ impl Rig {
 
     /// A failed restore is tried again after this time: a machine that does not get better is given up.
     pub(crate) fn restarts_after(&mut self, pause: &str) {
-        for key in ["RESTART_BACKOFF", "RESTART_BACKOFF_MAX"] {
-            self.set(key, pause);
-        }
+        self.set("RESTART_BACKOFF", pause);
     }
 
     /// For a test that takes longer than others.

@@ -40,8 +40,7 @@ const CONFIG: &[(&str, &str)] = &[
     ("snapshot.freeze-limit", "\"20s\""),
     ("snapshot.retry-after", "\"200ms\""),
     ("store.min-free", "\"1MiB\""),
-    ("restart.backoff", "\"100ms\""),
-    ("restart.backoff-max", "\"200ms\""),
+    ("restart.backoff", "\"20ms\""),
     ("restart.min-uptime", "\"1ms\""),
     ("restart.restore-timeout", "\"20s\""),
 ];

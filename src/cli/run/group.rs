@@ -231,9 +231,9 @@ fn options(config: &Config, rank: Rank, keep: usize) -> Options {
         restart: Restart {
             min_uptime: restart.min_uptime,
             backoff: restart.backoff,
-            max_backoff: restart.backoff_max,
+            max_backoff: restart.longest_backoff(),
             max_restarts: restart.max_restarts,
-            window: restart.window,
+            window: policy::WINDOW,
             healthy_uptime: policy::HEALTHY_UPTIME,
             early_deaths: policy::EARLY_DEATHS,
             cold_start: match restart.cold_start {

@@ -58,8 +58,6 @@ fn a_variable_is_read_as_the_type_of_its_key() {
         ("REKINDLE_JOB_NAME", "42"),
         ("REKINDLE_JOB_COMMAND", " python3  train.py"),
         ("REKINDLE_JOB_NO_NEW_PRIVILEGES", "true"),
-        ("REKINDLE_RESTART_RETRY_EXIT_CODES", "1, 137"),
-        ("REKINDLE_RESTART_NEVER_RETRY_EXIT_CODES", ""),
         ("REKINDLE_STORE_MIN_FREE", "1048576"),
         ("REKINDLE_STORE_PERSIST_RATE", "2097152"),
         ("REKINDLE_STORE_MAX_TOTAL_SIZE", "3145728"),
@@ -81,8 +79,6 @@ fn a_variable_is_read_as_the_type_of_its_key() {
     assert_eq!(config.job.name.as_deref(), Some("42"));
     assert_eq!(config.job.command, ["python3", "train.py"]);
     assert_eq!(config.job.no_new_privileges, Some(true));
-    assert_eq!(config.restart.retry_exit_codes, [1, 137]);
-    assert_eq!(config.restart.never_retry_exit_codes, [0_u8; 0]);
     assert_eq!(config.store.min_free.bytes(), 1 << 20);
     assert_eq!(config.store.persist_rate, Rate::PerSecond(ByteSize::mib(2)));
     assert_eq!(config.store.max_total_size, SizeLimit::AtMost(ByteSize::mib(3)));

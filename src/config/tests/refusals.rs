@@ -93,7 +93,6 @@ fn each_rule_refuses_with_key_value_and_rule() {
     let user = "must be a user's name or number, without spaces or colons";
     let octal = "must be a string with an octal number from 000 to 777, such as \"022\"";
     let size = "must be a size such as \"64MiB\" or \"200GB\", or a whole number of bytes";
-    let codes = "must be a list of exit codes from 1 to 255, such as [1, 137]";
     let limit = "must be \"unlimited\", a whole number or a size such as \"64MiB\" for each limit";
     let longest = "must be at most 30days (m is a minute, M a month)";
     let interval = "must be \"auto\", \"off\" or a duration with a unit, such as \"90s\" or \"10m\"";
@@ -213,19 +212,7 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("replica", "rate", "1", slow),
         ("store", "on-success", "\"delete\"", "must be \"remove\" or \"keep\""),
         ("restart", "max-restarts", "1.5", whole),
-        ("restart", "window", "\"0s\"", "must be at least 1s, because restarts are counted within it"),
-        ("restart", "backoff-max", "\"999ms\"", "must be at least restart.backoff, which is \"1s\""),
         ("restart", "min-uptime", "\"31days\"", longest),
-        ("restart", "retry-exit-codes", "[1, 256]", codes),
-        ("restart", "retry-exit-codes", "1", codes),
-        ("restart", "retry-exit-codes", "[0]", "must not contain 0, which means success and ends the job"),
-        ("restart", "never-retry-exit-codes", "[0]", "must not contain 0, which means success and ends the job"),
-        (
-            "restart",
-            "retry-exit-codes",
-            "[2]",
-            "must not contain 2, which restart.never-retry-exit-codes contains, too. Remove it from one of them",
-        ),
         ("restart", "cold-start", "false", "must be \"no-images\", \"allow\" or \"never\""),
         ("restart", "restore-timeout", "\"0s\"", "must be at least 1s"),
         ("scheduler", "requeue", "\"qsub\"", "must be \"exit-code\" or \"scontrol\""),
@@ -278,18 +265,10 @@ fn what_just_keeps_a_rule_is_accepted() {
         ("replica", "url = \"file:///mnt\""),
         ("replica", "keep-last = 1"),
         ("replica", "rate = \"unlimited\""),
-        ("restart", "backoff-max = \"1s\""),
-        ("restart", "retry-exit-codes = [1, 255]"),
         ("log", "max-size = \"4KiB\""),
     ] {
         assert_eq!(problems(&in_section(section, line)), [""; 0], "{line}");
     }
-}
-
-#[test]
-fn a_default_that_no_longer_fits_is_named() {
-    let told = problems("version = 1\nrestart.backoff = \"10m\"\n");
-    assert_eq!(told, ["default: restart.backoff-max = \"5m\": must be at least restart.backoff, which is \"10m\""]);
 }
 
 #[test]

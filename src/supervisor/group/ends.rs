@@ -23,7 +23,7 @@ impl Owner<'_> {
             (Ended::Signal(signal), _) => Last::Signal(signal),
         });
         let fault = fault(death);
-        let never = policy::never_again(ended, &self.setup.config.restart).filter(|_| verdict.is_none());
+        let never = policy::never_again(ended).filter(|_| verdict.is_none());
         let ending = match (ended, verdict, never) {
             (Ended::Exit(0), None, _) => Ending::Completed,
             (_, Some(Verdict::GiveUp { why }), _) | (_, None, Some(why)) => Ending::GivenUp { why: why.into(), last },

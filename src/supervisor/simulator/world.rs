@@ -151,7 +151,7 @@ pub(super) struct Calm {
 }
 
 /// Time limit, once there are no more faults, until the job runs: ten restarts (`restart.max-restarts`) with five
-/// minutes between them (`restart.backoff-max`), and five attempts on a machine that failed before.
+/// minutes between them (`Restart::longest_backoff`), and five attempts on a machine that failed before.
 const BOUND: Duration = Duration::from_secs(3 * 3600);
 /// More than any history needs.
 const MOST_EVENTS: u64 = 20_000;
