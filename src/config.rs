@@ -47,12 +47,12 @@ pub(crate) use model::{
     ColdStart, Config, EnvironmentMode, Interposer, Job, Level, OnProcessDeath, OnSuccess, Restart, Snapshot, Staging,
     Store,
 };
-pub(crate) use network::{NetworkMode, UplinkMode};
+pub(crate) use network::NetworkMode;
 pub(crate) use notifications::{Hooks, LogFormat, OnError};
 pub(crate) use scheduler::{Deadline, Profile, Requeue};
 pub(crate) use storage::{SizeLimit, VerifyRate};
 pub(crate) use value::{Interval, Limit, Rate, Stdin};
-pub(crate) use watch::{CauseName, GpuFaults, HangAction, Interruption, Match, Pattern, Rule, RuleAction, Watch};
+pub(crate) use watch::{CauseName, HangAction, Interruption, Match, Pattern, Rule, RuleAction, Watch};
 
 use file::Given;
 use layers::{Layers, Setting};

@@ -16,7 +16,7 @@ use super::network::Network;
 use super::notifications::{Hooks, LogFormat, Metrics};
 use super::scheduler::Scheduler;
 use super::storage::{SizeLimit, VerifyRate};
-use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, Umask, duration};
+use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, duration};
 use super::watch::{Patience, Rule, Watch};
 use rekindle_base::Percentage;
 use rekindle_engine::restore::{ChangedFiles, Compare};
@@ -85,8 +85,6 @@ pub(crate) struct Job {
     pub(crate) directory: Option<PathBuf>,
     /// User name or number the job runs as; unset means the caller's.
     pub(crate) user: Option<String>,
-    /// File mode creation mask; unset means the caller's.
-    pub(crate) umask: Option<Umask>,
     /// What the job reads as standard input.
     pub(crate) stdin: Stdin,
     /// Variables added to the environment that [`Job::environment_mode`] starts from. Values are never shown.

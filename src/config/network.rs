@@ -8,8 +8,6 @@ use serde::{Deserialize, Serialize};
 pub(crate) struct Network {
     /// Which network the job uses.
     pub(crate) mode: NetworkMode,
-    /// The connection of a private network to the outside.
-    pub(crate) uplink: UplinkMode,
 }
 
 /// `network.mode`.
@@ -19,17 +17,9 @@ pub(crate) enum NetworkMode {
     /// The caller's network.
     #[default]
     Host,
-    /// Its own network namespace with a loopback device, and an uplink if configured.
+    /// Its own network namespace with a loopback device.
     Private,
-}
-
-/// `network.uplink`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) enum UplinkMode {
-    /// No connection.
-    #[default]
-    Off,
-    /// slirp4netns, a program that forwards the job's packets through its own connections.
-    User,
+    /// The same with a connection to the outside: slirp4netns, a program that forwards the job's packets through its own
+    /// connections.
+    Uplink,
 }

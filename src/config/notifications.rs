@@ -32,8 +32,6 @@ pub(crate) struct Hooks {
     pub(crate) timeout: Duration,
     /// What happens if a command before a snapshot or restore fails.
     pub(crate) on_error: OnError,
-    /// Number of failed snapshots in a row that count as a failure; 0 means never.
-    pub(crate) failed_snapshots: u32,
 }
 
 impl Default for Hooks {
@@ -48,7 +46,6 @@ impl Default for Hooks {
             on_group: Vec::new(),
             timeout: Duration::from_secs(30),
             on_error: OnError::default(),
-            failed_snapshots: 3,
         }
     }
 }

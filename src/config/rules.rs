@@ -7,7 +7,6 @@ use super::auto::MeanTime;
 use super::group::{Coordinator, GroupNetwork};
 use super::keys;
 use super::model::{Config, LIMITS, VERSION};
-use super::network::{NetworkMode, UplinkMode};
 use super::scheduler::Deadline;
 use super::storage::{SizeLimit, VerifyRate};
 use super::value::{ByteSize, Interval, Rate, Stdin};
@@ -191,10 +190,6 @@ fn job(config: &Config, rules: &mut Rules) {
     if let Stdin::File(path) = &job.stdin {
         rules.path("job.stdin", Some(path));
     }
-    let is_apart = config.network.mode == NetworkMode::Private || config.group.is_on();
-    rules.that(config.network.uplink == UplinkMode::Off || is_apart, "network.uplink", || {
-        "must be \"off\" if network.mode is \"host\": the job then has the machine's network".to_owned()
-    });
     for (name, value) in job.environment.iter() {
         let key = format!("job.environment.{name}");
         rules.that(!name.is_empty() && !name.contains(['=', '\0']), &key, || {

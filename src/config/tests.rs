@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::model::LIMITS;
-use super::value::{HIDDEN, Umask};
+use super::value::HIDDEN;
 use super::*;
 use rekindle_base::Percentage;
 use rekindle_base::units::{ByteSize, Malformed};
@@ -62,7 +62,6 @@ name = "train-7.b_C"
 command = ["python3", "a b.py", ""]
 directory = "/srv"
 user = "alice"
-umask = "027"
 stdin = "/srv/in"
 environment-mode = "clean"
 pass-environment = ["MASTER_ADDR", "SLURM_*"]
@@ -92,7 +91,6 @@ wait = "1h"
 track = ["/data/db"]
 [network]
 mode = "host"
-uplink = "off"
 [snapshot]
 interval = "90s"
 max-overhead = "2.5%"
@@ -139,7 +137,6 @@ no-output-for = "15m"
 no-cpu-for = "10m"
 no-notify-for = "1m"
 action = "snapshot-and-stop"
-gpu-faults = "off"
 interruption = ["aws", "google"]
 [scheduler]
 profile = "sge"
@@ -155,7 +152,6 @@ on-completion = ["/bin/cheer"]
 on-group = ["/bin/note", "group"]
 timeout = "5s"
 on-error = "refuse"
-failed-snapshots = 0
 [metrics]
 textfile = "/var/lib/node/j.prom"
 listen = "127.0.0.1:9464"
@@ -183,7 +179,6 @@ action = "give-up"
 fn every_key_can_be_set() {
     let config = load_text(FULL).unwrap();
     assert_eq!(config.job.name.as_deref(), Some("train-7.b_C"));
-    assert_eq!(config.job.umask.map(Umask::bits), Some(0o27));
     assert_eq!(config.job.stdin, Stdin::File(PathBuf::from("/srv/in")));
     assert_eq!(config.job.limits.get("nofile"), Some(&Limit::Value(65536)));
     assert_eq!(config.job.limits.get("memlock"), Some(&Limit::Unlimited));
@@ -211,7 +206,7 @@ fn every_key_can_be_set() {
     assert_eq!(config.restart.changed_files, ChangedFiles::Warn);
     // No key has its default value, so every key of the list is read.
     let (set, built_in) = (table(&config), table(&Config::default()));
-    let excepted = ["version", "job.environment", "network.mode", "network.uplink", "group.nodes"];
+    let excepted = ["version", "job.environment", "network.mode", "group.nodes"];
     for key in keys::KEYS.iter().filter(|key| !excepted.contains(&key.path)) {
         assert_ne!(value_at(&set, key.path), None, "{}", key.path);
         assert_ne!(value_at(&set, key.path), value_at(&built_in, key.path), "{}", key.path);

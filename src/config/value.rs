@@ -152,37 +152,6 @@ impl From<Interval> for String {
     }
 }
 
-/// A file mode creation mask, written as octal text ("022") because TOML's integer 22 would be another mask.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub(crate) struct Umask(u32);
-
-impl Umask {
-    /// The bits that are cleared in the mode of new files, 0 to 0o777.
-    #[must_use]
-    pub(crate) const fn bits(self) -> u32 {
-        self.0
-    }
-}
-
-impl TryFrom<String> for Umask {
-    type Error = Malformed;
-
-    fn try_from(text: String) -> Result<Umask, Malformed> {
-        // from_str_radix accepts a sign.
-        if !text.bytes().all(|b| b.is_ascii_digit()) {
-            return Err(Malformed);
-        }
-        u32::from_str_radix(&text, 8).ok().filter(|bits| *bits <= 0o777).map(Umask).ok_or(Malformed)
-    }
-}
-
-impl From<Umask> for String {
-    fn from(mask: Umask) -> String {
-        format!("{:03o}", mask.0)
-    }
-}
-
 /// What the job reads as standard input.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]

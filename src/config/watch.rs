@@ -25,8 +25,6 @@ pub(crate) struct Watch {
     pub(crate) no_notify_for: Patience,
     /// What to do if it hangs.
     pub(crate) action: HangAction,
-    /// Whether faults of GPUs are watched while the job runs.
-    pub(crate) gpu_faults: GpuFaults,
     /// Which cloud is asked whether it interrupts this machine.
     pub(crate) interruption: Interruption,
 }
@@ -38,7 +36,6 @@ impl Default for Watch {
             no_cpu_for: Patience::Off,
             no_notify_for: Patience::Off,
             action: HangAction::default(),
-            gpu_faults: GpuFaults::default(),
             interruption: Interruption::default(),
         }
     }
@@ -108,17 +105,6 @@ pub(crate) enum HangAction {
     Restart,
     /// A final snapshot is taken, and rekindle exits with 75.
     SnapshotAndStop,
-}
-
-/// `watch.gpu-faults`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) enum GpuFaults {
-    /// If there is an NVIDIA driver, and the job uses a GPU.
-    #[default]
-    Auto,
-    /// Only at the end of the job.
-    Off,
 }
 
 /// `watch.interruption`: which cloud is asked whether it interrupts this machine.

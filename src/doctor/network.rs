@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use super::Check;
-use crate::config::{Config, UplinkMode};
+use crate::config::{Config, NetworkMode};
 use rekindle_engine::launch::uplink::{self, Missing};
 
 /// The program of the uplink; `None` without an uplink.
@@ -13,22 +13,22 @@ pub(super) struct Facts {
 }
 
 pub(super) fn gather(config: &Config) -> Facts {
-    Facts { uplink: (config.network.uplink == UplinkMode::User).then(uplink::find) }
+    Facts { uplink: (config.network.mode == NetworkMode::Uplink).then(uplink::find) }
 }
 
 pub(super) fn judge(facts: &Facts) -> Option<Check> {
-    let name = "network.uplink";
+    let name = "network.mode";
     let program = uplink::PROGRAM;
     Some(match facts.uplink.as_ref()? {
         Ok(path) => Check::ok(name, format!("{program} at {}", path.display())),
         Err(Missing::Program) => Check::missing(
             name,
-            format!("network.uplink = \"user\", but no {program} in PATH"),
-            format!("install it (Debian, Ubuntu, Fedora: package {program}), or set network.uplink = \"off\""),
+            format!("network.mode = \"uplink\", but no {program} in PATH"),
+            format!("install it (Debian, Ubuntu, Fedora: package {program}), or set network.mode = \"private\""),
         ),
         Err(Missing::Device) => Check::missing(
             name,
-            format!("network.uplink = \"user\", but {program} finds no /dev/net/tun"),
+            format!("network.mode = \"uplink\", but {program} finds no /dev/net/tun"),
             "run modprobe tun, or add it to the container (Docker: --device /dev/net/tun)",
         ),
     })

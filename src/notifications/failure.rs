@@ -15,7 +15,7 @@ pub(crate) enum Failure {
     JobEnded,
     /// The job cannot continue after a snapshot.
     JobLost,
-    /// `hooks.failed-snapshots` snapshots failed in a row.
+    /// [`IN_A_ROW`] snapshots failed in a row.
     SnapshotsFail,
     /// The job makes no progress.
     Hung,
@@ -60,20 +60,16 @@ impl Failure {
     }
 }
 
+/// How many failed snapshots in a row are a failure: one or two may have a reason that passes.
+const IN_A_ROW: u32 = 3;
+
 /// Watches the events of a job.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Failures {
-    limit: u32,
     in_a_row: u32,
 }
 
 impl Failures {
-    /// `limit` failed snapshots in a row are a failure; 0 means never.
-    #[must_use]
-    pub(crate) fn new(limit: u32) -> Failures {
-        Failures { limit, in_a_row: 0 }
-    }
-
     /// The failure that an event is, if it is one.
     pub(crate) fn hear(&mut self, what: &What) -> Option<Failure> {
         match what {
@@ -82,7 +78,7 @@ impl Failures {
             What::SnapshotFailed { .. } => {
                 self.in_a_row = self.in_a_row.saturating_add(1);
                 // Reported once, until a snapshot succeeds.
-                return (self.in_a_row == self.limit).then_some(Failure::SnapshotsFail);
+                return (self.in_a_row == IN_A_ROW).then_some(Failure::SnapshotsFail);
             }
             What::Ended { cause, .. } => return (!is_wanted(cause.as_ref())).then_some(Failure::JobEnded),
             What::Hung { .. } => return Some(Failure::Hung),
@@ -131,7 +127,7 @@ mod tests {
         let lost = machines.clone();
         let restart = What::GroupRestarting { number: None, image: None, epoch: 2, why, machines, lost };
         let loss = What::GroupMemberLost { machine };
-        let mut failures = Failures::new(1);
+        let mut failures = Failures::default();
         assert_eq!((failures.hear(&loss), failures.hear(&restart)), (Some(Failure::MemberLost), None));
         assert_eq!(Failure::MemberLost.in_words(&loss), "its group has lost rank 2 (node-c)");
         assert_eq!(serde_json::to_string(&Failure::MemberLost).unwrap(), "\"member-lost\"");
@@ -139,18 +135,17 @@ mod tests {
 
     #[test]
     fn snapshots_that_fail_are_told_once_a_row() {
-        let mut failures = Failures::new(2);
-        let events = [failed(false), failed(false), failed(false), taken(), failed(false), failed(false)];
-        let heard: Vec<bool> = events.iter().map(|what| failures.hear(what).is_some()).collect();
-        assert_eq!(heard, [false, true, false, false, false, true]);
-        let mut never = Failures::new(0);
-        assert!((0..5).all(|_| never.hear(&failed(false)).is_none()));
-        assert_eq!(never.hear(&failed(true)), Some(Failure::JobLost));
+        let mut failures = Failures::default();
+        let mut heard =
+            |events: &[What]| -> Vec<bool> { events.iter().map(|it| failures.hear(it).is_some()).collect() };
+        assert_eq!(heard(&[failed(false), failed(false), failed(false), failed(false)]), [false, false, true, false]);
+        assert_eq!(heard(&[taken(), failed(false), failed(false), failed(false)]), [false, false, false, true]);
+        assert_eq!(failures.hear(&failed(true)), Some(Failure::JobLost));
     }
 
     #[test]
     fn an_end_that_was_asked_for_or_went_well_is_no_failure() {
-        let mut failures = Failures::new(1);
+        let mut failures = Failures::default();
         let noticed = Cause::Interruption { cloud: Cloud::Google, notice: Kind::Preempt };
         for cause in [Cause::Completed, Cause::Requested, noticed, Cause::Suspended, Cause::Rewound] {
             assert_eq!(failures.hear(&ended(cause)), None);

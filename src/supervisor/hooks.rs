@@ -30,7 +30,7 @@ impl Listeners {
             let _ = sender.lock().map(|sender| sender.send(Message::Hook(report)));
         });
         Listeners {
-            failures: Failures::new(hooks.failed_snapshots),
+            failures: Failures::default(),
             runner: Runner::new(hooks, context.clone(), reporter),
             metrics: Metrics::new(setup),
             context,

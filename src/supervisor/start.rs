@@ -346,15 +346,15 @@ fn network<'a>(setup: &'a Setup, group: Option<&'a Plan>, fence: Option<&'a Arc<
     }
     match (setup.config.network.mode, &setup.program.uplink) {
         (NetworkMode::Host, _) => Network::Host,
-        (NetworkMode::Private, None) => Network::Private,
-        (NetworkMode::Private, Some(plan)) => Network::Uplink(plan),
+        (NetworkMode::Private | NetworkMode::Uplink, None) => Network::Private,
+        (NetworkMode::Private | NetworkMode::Uplink, Some(plan)) => Network::Uplink(plan),
     }
 }
 
 /// Makes the job's socket accessible in this world. The job also runs without it.
 fn reach_socket(setup: &Setup, world: &World) {
     let Some(word) = &setup.sockets.job_api else { return };
-    if (setup.group.is_some() || setup.config.network.mode == NetworkMode::Private)
+    if (setup.group.is_some() || setup.config.network.mode != NetworkMode::Host)
         && let Err(error) = word.move_to(world.init().pid())
     {
         tracing::warn!("the job's socket (REKINDLE_SOCKET) does not work: {error}");

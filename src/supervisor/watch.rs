@@ -17,7 +17,7 @@ use super::state::{Ending, Event, State, Stop, Verdict};
 use super::times::{micros, shown};
 use super::work::Work;
 use super::{Message, Owner};
-use crate::config::{GpuFaults, HangAction, Rule, RuleAction};
+use crate::config::{HangAction, Rule, RuleAction};
 use crate::policy::StartPoint;
 use crate::policy::rules::{self, Case};
 use crate::published::LastEnd;
@@ -313,7 +313,7 @@ impl Owner<'_> {
                 }
             });
         }
-        if setup.config.watch.gpu_faults == GpuFaults::Auto && Path::new("/dev/nvidiactl").exists() {
+        if Path::new("/dev/nvidiactl").exists() {
             let (root, kin, sender) =
                 (Arc::clone(&self.watch.gpus.root), self.watch.gpus.kin.clone(), self.threads.sender.clone());
             let report = move |fault| sender.send(Message::Watched(Finding::Fault(Box::new(fault)))).is_ok();

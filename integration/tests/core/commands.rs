@@ -479,7 +479,7 @@ fn a_wrong_configuration_names_key_value_and_rule() {
         ("store.keep-last", "0", vec!["store.keep-last = 0", "must be"]),
         ("store.keep-lost", "1", vec!["store.keep-lost", "did you mean store.keep-last?"]),
         ("restart.retry-exit-codes", "[3]", vec!["restart.retry-exit-codes was removed", "[[rules]]"]),
-        ("job.umask", "\"999\"", vec!["job.umask", "999", "must be"]),
+        ("job.umask", "\"022\"", vec!["job.umask was removed", "UMask="]),
     ] {
         let lab = Lab::new().unwrap().set(key, value);
         let (_, said) = lab.run(["true"]).ends_with(78);

@@ -114,7 +114,7 @@ fn a_hook_can_refuse_a_snapshot_and_the_job_runs_on() {
     let Some(lab) = Lab::new() else { return };
     let refuses = format!("test -e {}", lab.file("allowed").display());
     let lab = hook(lab, "before-snapshot", &refuses).set("hooks.on-error", "\"refuse\"");
-    let lab = lab.set("hooks.failed-snapshots", "1").set("hooks.timeout", "\"20s\"");
+    let lab = lab.set("hooks.timeout", "\"20s\"");
     let heard = format!("cat >>{}", lab.file("told").display());
     let lab = hook(lab, "on-failure", &heard);
     let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);

@@ -34,8 +34,8 @@ fn a_world_of_its_own() {
     let Some(lab) = Lab::new() else { return };
     fs::create_dir(lab.file("here")).unwrap();
     let lab = lab
+        .with_umask("027")
         .set_file("job.directory", "here")
-        .set("job.umask", "\"027\"")
         .set("job.limits", "{ nofile = 321, stack = \"4MiB\", core = 0 }")
         .set("job.environment", "{ COLOUR = \"blue\" }");
     // A descriptor that a careless caller lets us inherit must not reach the job.

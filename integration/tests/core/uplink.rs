@@ -1,4 +1,4 @@
-//! A network of the job's own with a way out of it: `network.uplink = "user"` with a real slirp4netns.
+//! A network of the job's own with a way out of it: `network.mode = "uplink"` with a real slirp4netns.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -17,7 +17,7 @@ fn lab() -> Option<Lab> {
     let why = found.as_ref().err().map(|missing| format!("{missing}; scripts/deps.sh uplink installs it"));
     rekindle_testing::needs("uplink", found.ok(), &why.unwrap_or_default())?;
     rekindle_testing::needs("uplink", outside(), "the machine has no address but on loopback")?;
-    Some(lab.set("network.mode", "\"private\"").set("network.uplink", "\"user\""))
+    Some(lab.set("network.mode", "\"uplink\""))
 }
 
 /// An address of the machine that is not on its loopback device.

@@ -150,6 +150,13 @@ impl Lab {
         self
     }
 
+    /// The supervisor's caller has this umask.
+    pub(crate) fn with_umask(mut self, mask: &str) -> Lab {
+        let script = self.script("with-umask", &format!("umask {mask}\nexec \"$@\""));
+        self.wrapper.insert(0, script.into());
+        self
+    }
+
     /// The supervisor runs on the first processor only.
     pub(crate) fn on_one_processor(mut self) -> Lab {
         self.wrapper.splice(0..0, ["taskset", "-c", "0"].map(OsString::from));

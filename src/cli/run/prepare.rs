@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::turn::Report;
 use crate::cli::{Misuse, environment, named_criu, start_log};
-use crate::config::{Config, Job, Limit, Stdin, UplinkMode};
+use crate::config::{Config, Job, Limit, NetworkMode, Stdin};
 use rekindle_criu::Criu;
 use rekindle_engine::launch::identity::Identity;
 use rekindle_engine::launch::{self, Amx, IoUring, JobSpec, Privileges, identity, uplink};
@@ -66,9 +66,9 @@ impl Prepared {
             return Err(NoRights.into());
         }
         let umask = inherited::own_files_only();
-        let uplink = match config.network.uplink {
-            UplinkMode::Off => None,
-            UplinkMode::User => Some(uplink::find()?),
+        let uplink = match config.network.mode {
+            NetworkMode::Host | NetworkMode::Private => None,
+            NetworkMode::Uplink => Some(uplink::find()?),
         };
         let criu = Criu::find(named_criu(&config).as_deref())?;
         let spec = JobSpec {
@@ -78,7 +78,7 @@ impl Prepared {
             environment,
             stdin: standard_input(&config.job.stdin, user.as_ref())?,
             identity: user,
-            umask: Some(config.job.umask.map_or(umask, |mask| mask.bits())),
+            umask: Some(umask),
             limits: config.job.limits.iter().map(|(name, limit)| resource(name, limit)).collect::<Result<_, _>>()?,
             privileges: if config.job.keeps_its_rights() { Privileges::Fixed } else { Privileges::MayGrow },
             io_uring: match config.job.allow_io_uring {

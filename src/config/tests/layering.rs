@@ -54,7 +54,6 @@ fn each_layer_is_stronger_than_the_one_before() {
 fn a_variable_is_read_as_the_type_of_its_key() {
     let env = [
         ("REKINDLE_STORE_KEEP_LAST", "5"),
-        ("REKINDLE_JOB_UMASK", "022"),
         ("REKINDLE_JOB_NAME", "42"),
         ("REKINDLE_JOB_COMMAND", " python3  train.py"),
         ("REKINDLE_JOB_NO_NEW_PRIVILEGES", "true"),
@@ -75,7 +74,6 @@ fn a_variable_is_read_as_the_type_of_its_key() {
     let effective = load_layers(FILE, &env, &Overrides::default()).unwrap();
     let config = &effective.config;
     assert_eq!(config.store.keep_last, 5);
-    assert_eq!(config.job.umask.map(Umask::bits), Some(0o22));
     assert_eq!(config.job.name.as_deref(), Some("42"));
     assert_eq!(config.job.command, ["python3", "train.py"]);
     assert_eq!(config.job.no_new_privileges, Some(true));

@@ -80,11 +80,7 @@ fn a_key_that_they_name_exists() {
             let path = path.unwrap_or(said);
             assert!(keys::find(path).is_some(), "{page} names `{said}`, and there is no such key");
             if let Some((value, (section, name))) = value.zip(path.split_once('.')) {
-                let needs = match path {
-                    "network.uplink" => "mode = \"private\"\n",
-                    _ => "",
-                };
-                let text = as_file(&format!("[{section}]\n{needs}{name} = {value}\n"));
+                let text = as_file(&format!("[{section}]\n{name} = {value}\n"));
                 assert_eq!(problems(&text), [""; 0], "{page}: `{said}`");
             }
         }

@@ -91,7 +91,6 @@ fn each_rule_refuses_with_key_value_and_rule() {
     let path = "must be an absolute path: the job and a restart may have another working directory";
     let name = "must be 1 to 64 characters from A-Z a-z 0-9 . _ - and not begin with . or -";
     let user = "must be a user's name or number, without spaces or colons";
-    let octal = "must be a string with an octal number from 000 to 777, such as \"022\"";
     let size = "must be a size such as \"64MiB\" or \"200GB\", or a whole number of bytes";
     let limit = "must be \"unlimited\", a whole number or a size such as \"64MiB\" for each limit";
     let longest = "must be at most 30days (m is a minute, M a month)";
@@ -118,11 +117,6 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("job", "directory", "\"here\"", path),
         ("job", "user", "\"\"", user),
         ("job", "user", "\"a:b\"", user),
-        ("job", "umask", "22", octal),
-        ("job", "umask", "\"1000\"", octal),
-        ("job", "umask", "\"+22\"", octal),
-        ("job", "umask", "\"\"", octal),
-        ("job", "umask", "\"8\"", octal),
         ("job", "stdin", "\"tty\"", "must be \"null\", \"inherit\" or an absolute path"),
         ("job", "environment-mode", "\"none\"", "must be \"inherit\" or \"clean\""),
         ("job", "no-new-privileges", "\"true\"", "must be true or false"),
@@ -158,8 +152,7 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("snapshot", "grace", "\"0s\"", "must be at least 1s, because a stop takes its final snapshot within it"),
         ("snapshot", "freeze-limit", "\"999ms\"", "must be at least 1s"),
         ("snapshot", "retry-after", "\"0s\"", "must be at least 1ms"),
-        ("network", "mode", "\"none\"", "must be \"host\" or \"private\""),
-        ("network", "uplink", "\"tap\"", "must be \"off\" or \"user\""),
+        ("network", "mode", "\"none\"", "must be \"host\", \"private\" or \"uplink\""),
         ("gpu", "nccl", "\"none\"", "must be \"auto\", \"no-peer\" or \"off\""),
         ("gpu", "memory", "\"auto\"", "must be \"copied\" or \"kept\""),
         ("snapshot", "tcp", "\"drop\"", "must be \"auto\", \"keep\" or \"close\""),
@@ -235,15 +228,13 @@ fn what_just_keeps_a_rule_is_accepted() {
         ("job", longest.as_str()),
         ("job", "name = \"_.-9\""),
         ("job", "user = \"1000\""),
-        ("job", "umask = \"0\""),
-        ("job", "umask = \"0777\""),
         ("job", "stdin = \"inherit\""),
         ("job", "environment = {}"),
         ("job.environment", "\"WITH.DOT\" = \"\""),
         ("job.limits", "as = \"18446744073709551614\""),
         ("job.limits", "rtprio = 0"),
         ("network", "mode = \"private\""),
-        ("network", "mode = \"private\"\nuplink = \"user\""),
+        ("network", "mode = \"uplink\""),
         ("snapshot", "interval = \"off\""),
         ("snapshot", "interval = \"100ms\""),
         ("snapshot", "interval = \"auto\""),
@@ -269,13 +260,6 @@ fn what_just_keeps_a_rule_is_accepted() {
     ] {
         assert_eq!(problems(&in_section(section, line)), [""; 0], "{line}");
     }
-}
-
-#[test]
-fn an_uplink_takes_a_network_of_its_own() {
-    let told = problems("version = 1\nnetwork.uplink = \"user\"\n");
-    let rule = "must be \"off\" if network.mode is \"host\": the job then has the machine's network";
-    assert_eq!(told, [format!("2: network.uplink = \"user\": {rule}")]);
 }
 
 #[test]

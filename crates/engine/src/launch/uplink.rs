@@ -76,12 +76,12 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 pub enum Missing {
     /// The program.
     #[error(
-        "network.uplink = \"user\" needs {PROGRAM}, which is not in PATH: install it (Debian, Ubuntu, Fedora: package {PROGRAM})"
+        "network.mode = \"uplink\" needs {PROGRAM}, which is not in PATH: install it (Debian, Ubuntu, Fedora: package {PROGRAM})"
     )]
     Program,
     /// The kernel's tap devices.
     #[error(
-        "network.uplink = \"user\" needs /dev/net/tun, which does not exist: run `modprobe tun`, or pass the device to the container (Docker: --device /dev/net/tun)"
+        "network.mode = \"uplink\" needs /dev/net/tun, which does not exist: run `modprobe tun`, or pass the device to the container (Docker: --device /dev/net/tun)"
     )]
     Device,
 }
