@@ -18,7 +18,6 @@ mod file;
 mod files;
 mod gpu;
 mod group;
-mod job_api;
 mod keys;
 mod layers;
 mod model;
@@ -44,8 +43,8 @@ pub(crate) use auto::MeanTime;
 pub(crate) use error::{Error, Fault, Problem};
 pub(crate) use group::{Coordinator, Group, GroupNetwork};
 pub(crate) use model::{
-    ColdStart, Config, EnvironmentMode, Interposer, Job, Level, OnProcessDeath, OnSuccess, Restart, Snapshot, Staging,
-    Store,
+    Allowed, ColdStart, Config, EnvironmentMode, Interposer, Job, Level, OnProcessDeath, OnSuccess, Restart, Snapshot,
+    Staging, Store,
 };
 pub(crate) use network::NetworkMode;
 pub(crate) use notifications::{Hooks, LogFormat, OnError};

@@ -38,7 +38,7 @@ def known_keys(rekindle):
 
 
 def variable(key):
-    """The environment variable of a key: snapshot.retry-after is REKINDLE_SNAPSHOT_RETRY_AFTER."""
+    """The environment variable of a key: restart.min-uptime is REKINDLE_RESTART_MIN_UPTIME."""
     return "REKINDLE_" + key.upper().replace(".", "_").replace("-", "_")
 
 

@@ -43,7 +43,7 @@ SETTINGS = {
     "restart.max-restarts": "1",
 }
 # Programs of filters for system calls, which see those that rekindle gives a job.
-UNFILTERED = {"job.allow-io-uring": "true", "job.allow-amx": "true"}
+UNFILTERED = {"job.allow": "io-uring amx"}
 # Starts the program as the suite does, and ends when the program does.
 JOB = """
 import os, select, subprocess, sys

@@ -24,7 +24,6 @@ from supervised import Failed, Job, wait_for  # noqa: E402
 BACK_S = 90
 SETTINGS = {
     "snapshot.interval": "1s",
-    "snapshot.retry-after": "1s",
     "restart.backoff": "100ms",
     # Deaths sooner than this after a restore speak against an image, and the fourth has another one tried; an image is
     # proven once the job has lived so long after it.
@@ -81,7 +80,7 @@ class Trial:
         settings = {**SETTINGS, "store.persist-rate": "1GiB"} if args.gpu else SETTINGS
         self.job = Job(
             args.rekindle, folder, f"campaign{os.getpid()}-{number}", command, "1s", store=folder / "store",
-            settings=settings, environment=environment,
+            settings=settings, environment={**environment, "REKINDLE_RETRY_AFTER": "1s"},
         )  # fmt: skip
         self.events_read = 0
         self.lost_s = []

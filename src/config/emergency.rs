@@ -16,22 +16,33 @@ pub(super) struct Variable {
 }
 
 /// All of them.
-pub(super) const VARIABLES: &[Variable] = &[Variable {
-    name: "REKINDLE_LOCK_TIMEOUT",
+pub(super) const VARIABLES: &[Variable] = &[
     // The driver takes 0 as no limit, and counts milliseconds in 32 bits.
-    expects: "a time from 1ms to 1day, such as \"60s\"",
-    set: |config, text| {
-        let time = duration(text, Duration::from_millis(1), Duration::from_secs(24 * 3600))?;
-        config.snapshot.lock_timeout = Some(time);
-        Some(())
+    Variable {
+        name: "REKINDLE_LOCK_TIMEOUT",
+        expects: TIME,
+        set: |config, text| time(text).map(|time| config.snapshot.lock_timeout = Some(time)),
     },
-}];
+    Variable {
+        name: "REKINDLE_RETRY_AFTER",
+        expects: TIME,
+        set: |config, text| time(text).map(|time| config.snapshot.retry_after = time),
+    },
+    Variable {
+        name: "REKINDLE_MAX_HOLD",
+        expects: TIME,
+        set: |config, text| time(text).map(|time| config.snapshot.max_hold = time),
+    },
+];
 
 /// The variable with that name.
 pub(super) fn find(name: &str) -> Option<&'static Variable> {
     VARIABLES.iter().find(|variable| variable.name == name)
 }
 
-fn duration(text: &str, least: Duration, most: Duration) -> Option<Duration> {
-    humantime::parse_duration(text).ok().filter(|time| (least..=most).contains(time))
+const TIME: &str = "a time from 1ms to 1day, such as \"60s\"";
+
+fn time(text: &str) -> Option<Duration> {
+    let range = Duration::from_millis(1)..=Duration::from_secs(24 * 3600);
+    humantime::parse_duration(text).ok().filter(|time| range.contains(time))
 }

@@ -21,7 +21,6 @@ pub(super) const SECTIONS: &[&str] = &[
     "metrics",
     "log",
     "control",
-    "job-api",
     "criu",
 ];
 
@@ -78,8 +77,7 @@ pub(super) const KEYS: &[Key] = &[
     key("job.pass-environment", Shape::Words, "a list of strings with names, such as [\"MASTER_ADDR\", \"SLURM_*\"]"),
     key("job.limits", Shape::Map, "\"unlimited\", a whole number or a size such as \"64MiB\" for each limit"),
     key("job.no-new-privileges", Shape::Flag, "true or false"),
-    key("job.allow-io-uring", Shape::Flag, "true or false"),
-    key("job.allow-amx", Shape::Flag, "true or false"),
+    key("job.allow", Shape::Words, "a list of \"io-uring\" and \"amx\""),
     key("network.mode", Shape::Text, "\"host\", \"private\" or \"uplink\""),
     key("group.nodes", Shape::Count, "a whole number from 0 to 65533"),
     key("group.node-rank", Shape::Count, COUNT),
@@ -116,7 +114,6 @@ pub(super) const KEYS: &[Key] = &[
     ),
     key("snapshot.grace", Shape::Text, DURATION),
     key("snapshot.freeze-limit", Shape::Text, DURATION),
-    key("snapshot.retry-after", Shape::Text, DURATION),
     key("snapshot.file-limit", Shape::Text, SIZE),
     key("snapshot.tcp", Shape::Text, "\"auto\", \"keep\" or \"close\""),
     key("snapshot.memory-reserve", Shape::Text, SIZE),
@@ -190,7 +187,6 @@ pub(super) const KEYS: &[Key] = &[
     key("log.max-size", Shape::Text, SIZE),
     key("log.keep", Shape::Count, COUNT),
     key("control.directory", Shape::Text, "a string with an absolute path"),
-    key("job-api.max-hold", Shape::Text, DURATION),
     key("criu.path", Shape::Text, "a string with an absolute path"),
 ];
 
@@ -283,8 +279,13 @@ pub(super) const REMOVED: &[(&str, &str)] = &[
     ("network.uplink", "use network.mode = \"uplink\" in place of \"private\""),
     ("watch.gpu-faults", "faults of GPUs are always logged. Delete the key"),
     ("hooks.failed-snapshots", "on-failure is called after three failed snapshots in a row. Delete the key"),
-    ("word.max-hold", "use job-api.max-hold"),
-    ("[word]", "use [job-api]"),
+    ("job.allow-io-uring", "use job.allow = [\"io-uring\"]"),
+    ("job.allow-amx", "use job.allow = [\"amx\"]"),
+    ("snapshot.retry-after", "a failed snapshot is tried again after 30 s, then with growing pauses. Delete the key"),
+    ("job-api.max-hold", "the job may block snapshots for 60 s at a time. Delete the key"),
+    ("[job-api]", "it had only max-hold: the job may block snapshots for 60 s at a time. Delete the table"),
+    ("word.max-hold", "the job may block snapshots for 60 s at a time. Delete the key"),
+    ("[word]", "it had only max-hold: the job may block snapshots for 60 s at a time. Delete the table"),
 ];
 
 /// Why this key or variable does not exist any more.

@@ -1,6 +1,6 @@
 //! The typed configuration and its built-in defaults. Names follow the TOML file with `_` for `-`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -11,7 +11,6 @@ use super::control::Control;
 use super::files::Files;
 use super::gpu::Gpu;
 use super::group::Group;
-use super::job_api::JobApi;
 use super::network::Network;
 use super::notifications::{Hooks, LogFormat, Metrics};
 use super::scheduler::Scheduler;
@@ -67,8 +66,6 @@ pub(crate) struct Config {
     pub(crate) log: Log,
     /// The socket of the supervisor.
     pub(crate) control: Control,
-    /// Requests of the job to its supervisor.
-    pub(crate) job_api: JobApi,
     /// Which CRIU to use.
     pub(crate) criu: Criu,
 }
@@ -98,10 +95,8 @@ pub(crate) struct Job {
     /// Whether the job and its children cannot use setuid programs and file capabilities (prctl PR_SET_NO_NEW_PRIVS);
     /// unset means [`Job::keeps_its_rights`].
     pub(crate) no_new_privileges: Option<bool>,
-    /// Whether io_uring_setup(2) works in the job.
-    pub(crate) allow_io_uring: bool,
-    /// Whether programs of the job can use AMX.
-    pub(crate) allow_amx: bool,
+    /// What the job may use although CRIU cannot dump it.
+    pub(crate) allow: BTreeSet<Allowed>,
 }
 
 impl Job {
@@ -126,6 +121,16 @@ impl Job {
             None => variable == named,
         })
     }
+}
+
+/// An entry of `job.allow`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Allowed {
+    /// io_uring_setup(2).
+    IoUring,
+    /// The matrix instructions of Intel CPUs.
+    Amx,
 }
 
 /// Names accepted in `job.limits`: those of setrlimit(2) in lower case, without `RLIMIT_`.
@@ -180,8 +185,11 @@ pub(crate) struct Snapshot {
     #[serde(skip)]
     pub(crate) lock_timeout: Option<Duration>,
     /// First wait after a failed snapshot; doubles with each further failure.
-    #[serde(with = "duration")]
+    #[serde(skip)]
     pub(crate) retry_after: Duration,
+    /// How long the job may block snapshots at a time.
+    #[serde(skip)]
+    pub(crate) max_hold: Duration,
     /// Maximum bytes of files on disk in an image, for files that the job changes in place. Files in memory do not
     /// count.
     pub(crate) file_limit: ByteSize,
@@ -449,7 +457,6 @@ impl Default for Config {
             metrics: Metrics::default(),
             log: Log::default(),
             control: Control::default(),
-            job_api: JobApi::default(),
             criu: Criu::default(),
         }
     }
@@ -465,6 +472,8 @@ impl Default for Snapshot {
             freeze_limit: seconds(1800),
             lock_timeout: None,
             retry_after: seconds(30),
+            // A final snapshot must not wait longer, and a job that hangs must not block others for long.
+            max_hold: seconds(60),
             // Enough for a database beside the training. Larger files are mostly written once, and would lengthen every
             // freeze.
             file_limit: ByteSize::gib(16),

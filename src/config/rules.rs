@@ -49,7 +49,6 @@ pub(super) fn broken(config: &Config) -> Vec<Broken> {
         "must be at least 4KiB, because each rotation creates a file".to_owned()
     });
     rules.path("control.directory", Some(&config.control.directory));
-    rules.time("job-api.max-hold", config.job_api.max_hold, Duration::from_secs(1), "");
     rules.path("criu.path", config.criu.path.as_deref());
     rules.0
 }
@@ -246,7 +245,6 @@ fn snapshot(config: &Config, rules: &mut Rules) {
     }
     rules.time("snapshot.grace", snapshot.grace, second, ", because a stop takes its final snapshot within it");
     rules.time("snapshot.freeze-limit", snapshot.freeze_limit, second, "");
-    rules.time("snapshot.retry-after", snapshot.retry_after, Duration::from_millis(1), "");
     for folder in &config.files.track {
         rules.path("files.track", Some(folder));
         // A restore would take the images away that were made since.

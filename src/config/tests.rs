@@ -66,8 +66,7 @@ stdin = "/srv/in"
 environment-mode = "clean"
 pass-environment = ["MASTER_ADDR", "SLURM_*"]
 no-new-privileges = true
-allow-io-uring = true
-allow-amx = true
+allow = ["amx", "io-uring"]
 limits = { nofile = 65536, memlock = "unlimited", stack = "64MiB" }
 [gpu]
 nccl = "off"
@@ -97,7 +96,6 @@ max-overhead = "2.5%"
 mean-time-between-failures = "12h"
 grace = "1m 30s"
 freeze-limit = "3s"
-retry-after = "5s"
 file-limit = "1GiB"
 tcp = "close"
 memory-reserve = "200GB"
@@ -162,8 +160,6 @@ max-size = "1.5MiB"
 keep = 0
 [control]
 directory = "/run/elsewhere"
-[job-api]
-max-hold = "2m"
 
 [criu]
 path = "/opt/criu"

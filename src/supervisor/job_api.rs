@@ -200,7 +200,7 @@ impl Owner<'_> {
     }
 
     pub(super) fn asked(&mut self, call: Call) {
-        match self.clients.job_api.asked(call, &self.machine, self.setup.config.job_api.max_hold, Instant::now()) {
+        match self.clients.job_api.asked(call, &self.machine, self.setup.config.snapshot.max_hold, Instant::now()) {
             Todo::Nothing => {}
             Todo::Snapshot => self.step_quietly(Event::SnapshotNow(Reason::Request)),
             Todo::Released => self.holders_changed(),
@@ -241,9 +241,9 @@ impl Owner<'_> {
             Some(Change::Over { reason, how, waited }) => {
                 self.reporting.published.held = None;
                 match how {
-                    How::Expired => tracing::warn!(
-                        "the job blocked a snapshot longer than job-api.max-hold: the snapshot is taken now"
-                    ),
+                    How::Expired => {
+                        tracing::warn!("the job blocked a snapshot for as long as it may: the snapshot is taken now")
+                    }
                     how => crate::routine!("the blocked snapshot no longer waits: {}", how.as_str()),
                 }
                 self.tell(What::HoldOver { reason, how: how.as_str().into(), waited_us: micros(waited) });

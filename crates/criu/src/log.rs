@@ -214,7 +214,7 @@ const HINTS: &[(&str, &str)] = &[
     ),
     (
         "anon_inode:[io_uring",
-        "the job uses io_uring, which CRIU cannot dump: set job.allow-io-uring = false, so that programs do not use it",
+        "the job uses io_uring, which CRIU cannot dump: leave \"io-uring\" out of job.allow, so that programs do not use it",
     ),
     (
         "allow-uprobes",
@@ -222,11 +222,11 @@ const HINTS: &[(&str, &str)] = &[
     ),
     (
         "send_fds failed",
-        "most likely an io_uring descriptor, which CRIU cannot dump: set job.allow-io-uring = false, so that programs do not use it",
+        "most likely an io_uring descriptor, which CRIU cannot dump: leave \"io-uring\" out of job.allow, so that programs do not use it",
     ),
     (
         "Can't retrieve FDs from socket",
-        "most likely an io_uring descriptor, which CRIU cannot dump: set job.allow-io-uring = false, so that programs do not use it",
+        "most likely an io_uring descriptor, which CRIU cannot dump: leave \"io-uring\" out of job.allow, so that programs do not use it",
     ),
     (
         "has bad size",

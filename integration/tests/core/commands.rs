@@ -268,7 +268,7 @@ fn an_image_in_memory_is_one_like_the_others() {
 fn what_does_not_fit_into_the_store_stays_in_memory() {
     let Some(lab) = Lab::new().map(|lab| lab.set("store.min-free", "\"1000TB\"")) else { return };
     // While it is tried again, the commands show that.
-    let lab = lab.set("snapshot.retry-after", "\"10m\"");
+    let lab = lab.variable("REKINDLE_RETRY_AFTER", "10m");
     let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
     count_on(&lab, &mut run, 5);
     run.signal(Signal::SIGUSR1);

@@ -24,9 +24,9 @@ use crate::supervisor::{Lab, Running, comes, criu, kill};
 fn lab(fault: &str) -> Option<Lab> {
     let lab = Lab::new()?.set_file("criu.path", "criu").set("restart.backoff", "\"10m\"");
     let lab = lab.set("store.keep-last", "3");
-    let lab = ["snapshot.freeze-limit", "restart.restore-timeout", "snapshot.retry-after"]
+    let lab = ["snapshot.freeze-limit", "restart.restore-timeout"]
         .into_iter()
-        .fold(lab, |lab, key| lab.set(key, "\"10m\""));
+        .fold(lab.variable("REKINDLE_RETRY_AFTER", "10m"), |lab, key| lab.set(key, "\"10m\""));
     nix::unistd::mkfifo(&lab.file("gate"), nix::sys::stat::Mode::S_IRWXU).unwrap();
     lab.script(
         "criu",

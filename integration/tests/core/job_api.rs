@@ -211,7 +211,7 @@ fn a_snapshot_waits_until_the_job_lets_go() {
 #[test]
 fn a_hold_ends_at_its_bound_and_with_the_holder_and_with_the_job() {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("job-api.max-hold", "\"6s\"");
+    let lab = lab.variable("REKINDLE_MAX_HOLD", "6s");
     let mut run = start(&lab, "module");
     holds(&lab, &mut run, 1);
     run.signal(Signal::SIGUSR1);

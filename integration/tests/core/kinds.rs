@@ -293,7 +293,7 @@ fn an_image_is_not_used_up() {
 /// CRIU dumps it, and refuses to restore it.
 #[test]
 fn a_connection_that_nobody_outside_accepts_is_refused_while_it_is_there() {
-    let Some(lab) = Lab::new().map(|lab| lab.set("snapshot.retry-after", "\"1h\"")) else {
+    let Some(lab) = Lab::new().map(|lab| lab.variable("REKINDLE_RETRY_AFTER", "1h")) else {
         return;
     };
     let outside = std::os::unix::net::UnixListener::bind(lab.file("outside")).unwrap();

@@ -54,7 +54,7 @@ fn those_that_would_be_exchanged_or_lost_are_refused_until_they_are_received() {
         ("empty", unknown, "has from-child\n"),
     ];
     for (kind, words, by) in kinds {
-        let Some(lab) = Lab::new().map(|lab| lab.set("snapshot.retry-after", "\"1h\"")) else {
+        let Some(lab) = Lab::new().map(|lab| lab.variable("REKINDLE_RETRY_AFTER", "1h")) else {
             return;
         };
         let mut run = start(&lab, kind);

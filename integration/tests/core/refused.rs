@@ -12,7 +12,7 @@ use crate::supervisor::Lab;
 /// Starts a job of `jobs/refused.py`, whose snapshot fails with these words, and works once it has released what it has.
 fn is_refused(kind: &str, words: &[&str]) {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("snapshot.retry-after", "\"1h\"");
+    let lab = lab.variable("REKINDLE_RETRY_AFTER", "1h");
     let mut run = lab.python("refused.py", &[kind, lab.path().to_str().unwrap()]);
     count_on(&lab, &mut run, 5);
     run.signal(Signal::SIGUSR1);

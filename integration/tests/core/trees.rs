@@ -106,7 +106,7 @@ fn amx_cannot_be_requested_before_and_after_a_restore() {
 
 #[test]
 fn a_job_that_may_use_amx_has_no_filter_for_it() {
-    let Some(lab) = Lab::new().map(|lab| lab.set("job.allow-amx", "true").set("job.allow-io-uring", "true")) else {
+    let Some(lab) = Lab::new().map(|lab| lab.set("job.allow", "[\"amx\", \"io-uring\"]")) else {
         return;
     };
     let (mut run, _) = look(&lab);
@@ -127,7 +127,7 @@ fn a_user_has_no_io_uring_and_keeps_setuid_programs() {
 
 #[test]
 fn a_job_that_may_have_an_io_uring_is_not_dumped_while_it_has_one() {
-    let Some(lab) = Lab::new().map(|lab| lab.set("job.allow-io-uring", "true").set("job.allow-amx", "true")) else {
+    let Some(lab) = Lab::new().map(|lab| lab.set("job.allow", "[\"amx\", \"io-uring\"]")) else {
         return;
     };
     let disabled = fs::read_to_string("/proc/sys/kernel/io_uring_disabled").is_ok_and(|text| text.trim() != "0");
@@ -139,7 +139,7 @@ fn a_job_that_may_have_an_io_uring_is_not_dumped_while_it_has_one() {
     assert_eq!(status(run.job_pid(&lab), "Seccomp"), "0");
     run.signal(Signal::SIGUSR1);
     run.wait_said("snapshot failed");
-    assert!(run.err().contains("an io_uring") && run.err().contains("job.allow-io-uring"), "{}", run.err());
+    assert!(run.err().contains("an io_uring") && run.err().contains("job.allow"), "{}", run.err());
     assert!(lab.good().is_empty());
     finish(&lab, run);
 }

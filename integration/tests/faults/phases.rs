@@ -45,7 +45,7 @@ fn fails(rig: &Rig, supervisor: &mut Supervisor<'_>, ranks: usize, words: &[&str
     let image = supervisor.image();
     let manifest = image.manifest().unwrap();
     let waited = manifest.taken.signed_duration_since(said_at(&why));
-    assert!(soon || waited.num_milliseconds() >= 2990, "snapshot.retry-after is 3s: {waited}");
+    assert!(soon || waited.num_milliseconds() >= 2990, "REKINDLE_RETRY_AFTER is 3s: {waited}");
     assert_eq!(manifest.tree.cuda.len(), ranks);
     supervisor.until("the image is in the store, and no draft of another", |rig| {
         rig.drafts().is_empty() && rig.folder().images().unwrap().iter().any(|stored| stored.id == image.id)

@@ -14,8 +14,7 @@ use crate::standin::Standin;
 use crate::supervisor::{LIMIT, Lab, Running, criu, job_file, kill, python};
 
 /// For jobs that are meant to fail often. The rest is the lab's.
-const CONFIG: [(&str, &str); 6] = [
-    ("snapshot.retry-after", "\"300ms\""),
+const CONFIG: [(&str, &str); 5] = [
     ("store.min-free", "0"),
     ("restart.backoff", "\"5ms\""),
     ("restart.max-restarts", "1000"),
@@ -170,7 +169,7 @@ impl Rig {
 
     /// When a snapshot that failed is tried again: later than what is looked at before.
     pub(crate) fn retry_after(&mut self, pause: &str) {
-        self.set("SNAPSHOT_RETRY_AFTER", pause);
+        self.set("RETRY_AFTER", pause);
     }
 
     /// Uses `rekindle VERB j` instead of `run` from now on.

@@ -25,7 +25,6 @@ log.level = \"debug\"
 snapshot.interval = \"1s\"
 snapshot.rehearse = \"off\"
 snapshot.grace = \"20s\"
-snapshot.retry-after = \"200ms\"
 store.min-free = \"1MiB\"
 store.keep-last = 3
 restart.backoff = \"100ms\"
@@ -206,7 +205,7 @@ impl Lab {
         let cluster = Cluster::at(&format!("10.99.{number}.1"), etcd);
         let machines = (0..machines).map(|machine| Machine::new(number, machine)).collect();
         let (members, config) = (members as usize, CONFIG.into());
-        let (jobs, environment) = (Vec::new(), Vec::new());
+        let (jobs, environment) = (Vec::new(), vec![("REKINDLE_RETRY_AFTER".into(), "200ms".into())]);
         Lab { folder, number, _lock: lock, cluster, machines, members, steps, config, jobs, environment, shares: false }
     }
 

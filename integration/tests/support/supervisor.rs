@@ -38,7 +38,6 @@ const CONFIG: &[(&str, &str)] = &[
     ("snapshot.rehearse", "\"off\""),
     ("snapshot.grace", "\"20s\""),
     ("snapshot.freeze-limit", "\"20s\""),
-    ("snapshot.retry-after", "\"200ms\""),
     ("store.min-free", "\"1MiB\""),
     ("restart.backoff", "\"20ms\""),
     ("restart.min-uptime", "\"1ms\""),
@@ -125,7 +124,14 @@ impl Lab {
         fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let config = CONFIG.iter().map(|(key, value)| ((*key).to_string(), (*value).to_string())).collect();
         let wrapper = vec![env!("CARGO_BIN_EXE_rekindle").into()];
-        Some(Lab { folder, config, environment: Vec::new(), wrapper, marks: Vec::new(), log: Text::default() })
+        Some(Lab {
+            folder,
+            config,
+            environment: vec![("REKINDLE_RETRY_AFTER".into(), "200ms".into())],
+            wrapper,
+            marks: Vec::new(),
+            log: Text::default(),
+        })
     }
 
     /// A process that carries the name of this folder belongs to the lab, too.
@@ -187,6 +193,12 @@ impl Lab {
     pub(crate) fn set_variable(&mut self, name: &str, value: &str) {
         self.environment.retain(|(known, _)| known != name);
         self.environment.push((name.into(), value.into()));
+    }
+
+    /// The same for a lab that is being made.
+    pub(crate) fn variable(mut self, name: &str, value: &str) -> Lab {
+        self.set_variable(name, value);
+        self
     }
 
     /// Leaves a key at what it is by itself.

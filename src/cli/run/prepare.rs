@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::turn::Report;
 use crate::cli::{Misuse, environment, named_criu, start_log};
-use crate::config::{Config, Job, Limit, NetworkMode, Stdin};
+use crate::config::{Allowed, Config, Job, Limit, NetworkMode, Stdin};
 use rekindle_criu::Criu;
 use rekindle_engine::launch::identity::Identity;
 use rekindle_engine::launch::{self, Amx, IoUring, JobSpec, Privileges, identity, uplink};
@@ -81,11 +81,11 @@ impl Prepared {
             umask: Some(umask),
             limits: config.job.limits.iter().map(|(name, limit)| resource(name, limit)).collect::<Result<_, _>>()?,
             privileges: if config.job.keeps_its_rights() { Privileges::Fixed } else { Privileges::MayGrow },
-            io_uring: match config.job.allow_io_uring {
+            io_uring: match config.job.allow.contains(&Allowed::IoUring) {
                 true => IoUring::AsItIs,
                 false => IoUring::refused_where_possible(),
             },
-            amx: match config.job.allow_amx {
+            amx: match config.job.allow.contains(&Allowed::Amx) {
                 true => Amx::AsItIs,
                 false => Amx::refused_where_possible(),
             },

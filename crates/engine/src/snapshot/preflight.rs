@@ -350,7 +350,7 @@ fn check_descriptor(pid: i32, number: i32, target: &Path) -> Result<(), Refusal>
         Err(Refusal::Unsupported { pid, name, what, hint })
     };
     if target.as_os_str() == "anon_inode:[io_uring]" {
-        let hint = ": set job.allow-io-uring = false, so that programs do not use it (for PyTorch's TCPStore, USE_LIBUV=0 is enough)";
+        let hint = ": leave \"io-uring\" out of job.allow, so that programs do not use it (for PyTorch's TCPStore, USE_LIBUV=0 is enough)";
         return refuse("an io_uring", hint);
     }
     if timerfd::is_alarm(pid, number, target) {
