@@ -39,8 +39,6 @@ pub(crate) enum Point {
     OnFailure,
     /// When the job has completed.
     OnCompletion,
-    /// When something happens to the group.
-    OnGroup,
 }
 
 impl Point {
@@ -54,7 +52,6 @@ impl Point {
             Point::AfterRestore => "after-restore",
             Point::OnFailure => "on-failure",
             Point::OnCompletion => "on-completion",
-            Point::OnGroup => "on-group",
         }
     }
 
@@ -68,7 +65,6 @@ impl Point {
             Point::AfterRestore => &hooks.after_restore,
             Point::OnFailure => &hooks.on_failure,
             Point::OnCompletion => &hooks.on_completion,
-            Point::OnGroup => &hooks.on_group,
         }
     }
 }

@@ -177,7 +177,6 @@ pub(super) const KEYS: &[Key] = &[
     key("hooks.after-restore", Shape::Words, WORDS),
     key("hooks.on-failure", Shape::Words, WORDS),
     key("hooks.on-completion", Shape::Words, WORDS),
-    key("hooks.on-group", Shape::Words, WORDS),
     key("hooks.timeout", Shape::Text, DURATION),
     key("hooks.on-error", Shape::Text, "\"ignore\" or \"refuse\""),
     key("metrics.textfile", Shape::Text, "a string with an absolute path"),
@@ -286,6 +285,10 @@ pub(super) const REMOVED: &[(&str, &str)] = &[
     ("[job-api]", "it had only max-hold: the job may block snapshots for 60 s at a time. Delete the table"),
     ("word.max-hold", "the job may block snapshots for 60 s at a time. Delete the key"),
     ("[word]", "it had only max-hold: the job may block snapshots for 60 s at a time. Delete the table"),
+    (
+        "hooks.on-group",
+        "use after-snapshot for group-committed and group-aborted, and on-failure for group-member-lost",
+    ),
 ];
 
 /// Why this key or variable does not exist any more.

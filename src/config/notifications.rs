@@ -25,8 +25,6 @@ pub(crate) struct Hooks {
     pub(crate) on_failure: Vec<String>,
     /// When the job has completed.
     pub(crate) on_completion: Vec<String>,
-    /// When something happens to the group of the job.
-    pub(crate) on_group: Vec<String>,
     /// Time limit for a command.
     #[serde(with = "duration")]
     pub(crate) timeout: Duration,
@@ -43,7 +41,6 @@ impl Default for Hooks {
             after_restore: Vec::new(),
             on_failure: Vec::new(),
             on_completion: Vec::new(),
-            on_group: Vec::new(),
             timeout: Duration::from_secs(30),
             on_error: OnError::default(),
         }

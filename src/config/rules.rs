@@ -320,7 +320,6 @@ fn hooks(config: &Config, rules: &mut Rules) {
         ("hooks.after-restore", &hooks.after_restore),
         ("hooks.on-failure", &hooks.on_failure),
         ("hooks.on-completion", &hooks.on_completion),
-        ("hooks.on-group", &hooks.on_group),
     ] {
         let is_program = |word: &String| word.starts_with('/') || !(word.is_empty() || word.contains('/'));
         rules.that(words.first().is_none_or(is_program), key, || {

@@ -147,7 +147,6 @@ before-restore = ["/bin/before"]
 after-restore = ["/bin/after", "restore"]
 on-failure = ["/bin/page", "me"]
 on-completion = ["/bin/cheer"]
-on-group = ["/bin/note", "group"]
 timeout = "5s"
 on-error = "refuse"
 [metrics]

@@ -44,13 +44,12 @@ impl Listeners {
     pub(super) fn hear(&mut self, event: &Event) {
         self.metrics.iter().for_each(|metrics| metrics.hear(event));
         let point = match &event.what {
-            What::SnapshotTaken { .. } | What::SnapshotFailed { .. } => Some(Point::AfterSnapshot),
+            What::SnapshotTaken { .. }
+            | What::SnapshotFailed { .. }
+            | What::GroupCommitted { .. }
+            | What::GroupAborted { .. } => Some(Point::AfterSnapshot),
             What::Started { image: Some(_), .. } => Some(Point::AfterRestore),
             What::Finished { outcome, .. } if outcome == "completed" => Some(Point::OnCompletion),
-            What::GroupCommitted { .. }
-            | What::GroupAborted { .. }
-            | What::GroupMemberLost { .. }
-            | What::GroupRestarting { .. } => Some(Point::OnGroup),
             _ => None,
         };
         let document = |hook| Document::new(hook, &self.context, event);
