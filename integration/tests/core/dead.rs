@@ -176,7 +176,7 @@ fn a_snapshot_waits_for_a_process_that_is_ending() {
 
 #[test]
 fn a_process_whose_first_thread_has_ended_delays_a_snapshot_for_a_moment_only() {
-    let lab = Lab::new().map(|lab| lab.variable("REKINDLE_RETRY_AFTER", "1h"));
+    let lab = Lab::new().map(|lab| lab.variable("REKINDLE_RETRY_AFTER", "1s"));
     let Some(lab) = lab else { return };
     let lab = lab.noting_the_first_dump("tried");
     let mut run = half_dead(&lab, "os.path.exists(folder + '/tried')");
