@@ -49,7 +49,7 @@ pub(crate) use model::{
 pub(crate) use network::NetworkMode;
 pub(crate) use notifications::{Hooks, LogFormat, OnError};
 pub(crate) use scheduler::{Deadline, Profile, Requeue};
-pub(crate) use storage::{SizeLimit, VerifyRate};
+pub(crate) use storage::SizeLimit;
 pub(crate) use value::{Interval, Limit, Rate, Stdin};
 pub(crate) use watch::{CauseName, HangAction, Interruption, Match, Pattern, Rule, RuleAction, Watch};
 

@@ -157,7 +157,7 @@ const REPLICA: [&str; 17] = [
 ];
 
 /// The modules of the store: plain data, single files, what a job's folder has, and what is done with all of it.
-const STORE: [&str; 43] = [
+const STORE: [&str; 42] = [
     "names",
     "id",
     "options",
@@ -199,7 +199,6 @@ const STORE: [&str; 43] = [
     "heal",
     "unpack",
     "verify",
-    "scrub",
     "repair",
 ];
 

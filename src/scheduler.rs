@@ -86,6 +86,9 @@ impl Error {
     }
 }
 
+/// The exit code that means: stopped, queue the job again (EX_TEMPFAIL of sysexits.h).
+pub(crate) const QUEUE_AGAIN: u8 = 75;
+
 /// The scheduler.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Scheduler {
@@ -107,11 +110,8 @@ impl Scheduler {
     #[must_use]
     pub(crate) fn find(wanted: Profile, variable: impl Fn(&str) -> Option<String>) -> Scheduler {
         let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
-        let has = |names: &[&str]| names.iter().any(|name| variable(name).is_some());
         let profile = match wanted {
-            Profile::Auto if has(&["SLURM_JOB_ID"]) => Profile::Slurm,
-            Profile::Auto if has(&["JOB_ID"]) && has(&["SGE_ROOT", "SGE_TASK_ID", "SGE_O_WORKDIR"]) => Profile::Sge,
-            Profile::Auto if has(&["_CONDOR_SCRATCH_DIR", "_CONDOR_SLOT", "_CONDOR_JOB_AD"]) => Profile::HtCondor,
+            Profile::Auto if variable("SLURM_JOB_ID").is_some() => Profile::Slurm,
             Profile::Auto => Profile::None,
             known => known,
         };
@@ -131,15 +131,7 @@ impl Scheduler {
                 let end = end.and_then(|end| DateTime::from_timestamp(end, 0));
                 Scheduler { job, slurm_job, end, ..none }
             }
-            Profile::Sge => {
-                let task = variable("SGE_TASK_ID").filter(|task| task != "undefined");
-                let job = variable("JOB_ID");
-                Scheduler {
-                    job: job.map(|job| task.map_or_else(|| job.clone(), |task| format!("{job}.{task}"))),
-                    ..none
-                }
-            }
-            Profile::HtCondor | Profile::None | Profile::Auto => none,
+            Profile::None | Profile::Auto => none,
         }
     }
 
@@ -149,28 +141,10 @@ impl Scheduler {
         self.profile != Profile::None
     }
 
-    /// The exit code that means: stopped, queue the job again.
-    #[must_use]
-    pub(crate) fn requeue_code(&self) -> u8 {
-        match self.profile {
-            // sge_conf(5), qmaster_params, FORBID_RESCHEDULE: unless it is set, a job that exits with 99 is queued
-            // again.
-            Profile::Sge => 99,
-            // The user's manual on self-checkpointing applications proposes it for checkpoint_exit_code (ERESTART).
-            Profile::HtCondor => 85,
-            Profile::Slurm | Profile::None | Profile::Auto => 75,
-        }
-    }
-
     /// A name for the job that stays the same when the job is queued again.
     #[must_use]
     pub(crate) fn job_name(&self) -> Option<String> {
-        let name = match self.profile {
-            Profile::Slurm => "slurm",
-            Profile::Sge => "sge",
-            Profile::HtCondor | Profile::None | Profile::Auto => return None,
-        };
-        self.job.as_ref().map(|job| format!("{name}-{job}"))
+        self.job.as_ref().map(|job| format!("slurm-{job}"))
     }
 
     /// The name of a job over several machines, which all of them know.
@@ -226,20 +200,17 @@ impl Scheduler {
         Ok(left.map(|left| Utc::now() + left))
     }
 
-    /// The job that `scontrol requeue` queues again; none if the exit code does it.
+    /// The job that `scontrol requeue` queues again.
     ///
     /// # Errors
-    /// When no job of Slurm is known, and nothing would queue the job again.
-    pub(crate) fn queued_by_slurm(&self) -> Result<Option<&str>, Error> {
-        match self.profile {
-            Profile::Sge | Profile::HtCondor => Ok(None),
-            Profile::Slurm | Profile::None | Profile::Auto => self.slurm_job.as_deref().map(Some).ok_or(Error::NoJob),
-        }
+    /// When no job of Slurm is known.
+    pub(crate) fn slurm_job(&self) -> Result<&str, Error> {
+        self.slurm_job.as_deref().ok_or(Error::NoJob)
     }
 
     /// Whether Slurm can be asked to queue the job again.
     pub(crate) fn is_asked_to_requeue(&self) -> bool {
-        matches!(self.queued_by_slurm(), Ok(Some(_)))
+        self.slurm_job.is_some()
     }
 
     /// How long [`Scheduler::requeue_in_turn`] waits.
@@ -253,7 +224,7 @@ impl Scheduler {
     /// # Errors
     /// When Slurm does not do it.
     pub(crate) fn requeue_in_turn(&self, turn: u32, is_over: impl FnOnce() -> bool) -> Result<(), Error> {
-        let Some(job) = self.queued_by_slurm()? else { return Ok(()) };
+        let job = self.slurm_job()?;
         std::thread::sleep(Self::pause_before(turn));
         if is_over() {
             tracing::info!("the run has ended meanwhile, and is not to be queued again");
@@ -270,16 +241,13 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Makes Slurm queue the job again, which ends it, so this must be the last action. Grid Engine and HTCondor use the
-    /// exit code.
+    /// Makes Slurm queue the job again, which ends it, so this must be the last action.
     ///
     /// # Errors
     /// When Slurm does not do it, or no job of Slurm is known.
     pub(crate) fn requeue(&self) -> Result<(), Error> {
-        match self.queued_by_slurm()? {
-            Some(job) => while_away(|| run(&["scontrol", "requeue", job]), std::thread::sleep).map(drop),
-            None => Ok(()),
-        }
+        let job = self.slurm_job()?;
+        while_away(|| run(&["scontrol", "requeue", job]), std::thread::sleep).map(drop)
     }
 }
 
@@ -457,27 +425,21 @@ mod tests {
     }
 
     #[test]
-    fn each_scheduler_is_told_by_its_variables() {
-        for (environment, profile, code, name) in [
-            (vec![], Profile::None, 75, None),
-            (vec![("SLURM_JOB_ID", "7")], Profile::Slurm, 75, Some("slurm-7")),
-            (vec![("SLURM_JOB_ID", "")], Profile::None, 75, None),
-            (vec![("SLURM_JOB_ID", "7"), ("SLURM_PROCID", "0")], Profile::Slurm, 75, Some("slurm-7")),
-            (vec![("SLURM_JOB_ID", "7"), ("SLURM_PROCID", "3")], Profile::Slurm, 75, Some("slurm-7.3")),
+    fn slurm_is_told_by_its_variables() {
+        for (environment, profile, name) in [
+            (vec![], Profile::None, None),
+            (vec![("SLURM_JOB_ID", "7")], Profile::Slurm, Some("slurm-7")),
+            (vec![("SLURM_JOB_ID", "")], Profile::None, None),
+            (vec![("SLURM_JOB_ID", "7"), ("SLURM_PROCID", "0")], Profile::Slurm, Some("slurm-7")),
+            (vec![("SLURM_JOB_ID", "7"), ("SLURM_PROCID", "3")], Profile::Slurm, Some("slurm-7.3")),
             (
                 vec![("SLURM_JOB_ID", "9"), ("SLURM_ARRAY_JOB_ID", "7"), ("SLURM_ARRAY_TASK_ID", "2")],
                 Profile::Slurm,
-                75,
                 Some("slurm-7_2"),
             ),
-            // Other programs set it too.
-            (vec![("JOB_ID", "7")], Profile::None, 75, None),
-            (vec![("JOB_ID", "7"), ("SGE_TASK_ID", "undefined")], Profile::Sge, 99, Some("sge-7")),
-            (vec![("JOB_ID", "7"), ("SGE_TASK_ID", "4")], Profile::Sge, 99, Some("sge-7.4")),
-            (vec![("_CONDOR_SLOT", "slot1")], Profile::HtCondor, 85, None),
         ] {
             let found = find(Profile::Auto, &environment);
-            assert_eq!((found.profile, found.requeue_code()), (profile, code), "{environment:?}");
+            assert_eq!(found.profile, profile, "{environment:?}");
             assert_eq!(found.job_name().as_deref(), name, "{environment:?}");
             assert!(name.is_none_or(|name| name.parse::<rekindle_store::JobName>().is_ok()));
         }
@@ -489,9 +451,6 @@ mod tests {
         assert_eq!(find(Profile::Auto, &slurm).end(), DateTime::from_timestamp(1_795_327_200, 0));
         let none = find(Profile::None, &slurm);
         assert_eq!((none.job_name(), none.end(), none.can_be_asked()), (None, None, false));
-        let sge = find(Profile::Sge, &[]);
-        assert_eq!((sge.requeue_code(), sge.job_name()), (99, None));
-        assert!(sge.requeue().is_ok(), "the exit code does it");
     }
 
     /// With sudo the variables may be missing, and the profile is none then.
@@ -504,8 +463,7 @@ mod tests {
             assert!(matches!(unknown.requeue_in_turn(1, || false), Err(Error::NoJob)), "{unknown:?}");
             assert!(began.elapsed() < TURN, "it waits for nobody");
         }
-        assert_eq!(find(Profile::Auto, &[("SLURM_JOB_ID", "7")]).queued_by_slurm().unwrap(), Some("7"));
-        assert!(find(Profile::HtCondor, &[]).requeue_in_turn(1, || false).is_ok(), "the exit code does it");
+        assert_eq!(find(Profile::Auto, &[("SLURM_JOB_ID", "7")]).slurm_job().unwrap(), "7");
     }
 
     #[test]

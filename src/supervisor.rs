@@ -60,7 +60,6 @@ mod threads;
 mod times;
 mod transfers;
 mod unread;
-mod verify;
 mod watch;
 mod work;
 
@@ -140,7 +139,6 @@ enum Message {
     /// The scheduler's answer about the end of the job.
     End(deadline::Answer),
     Hook(crate::notifications::Report),
-    Verified(Box<verify::Report>),
     Rehearsed(Box<rehearse::Rehearsed>),
     Group(Box<group::GroupEvent>),
 }
@@ -207,7 +205,6 @@ pub(crate) fn run(setup: Setup, early: Early) -> Result<Finish, Error> {
     owner.persist_newest();
     owner.replicate_newest();
     owner.ask_for_the_end();
-    owner.checks.open(&setup, &owner.threads.sender);
     while !owner.end.is_there() && owner.holds_the_lock() {
         owner.tick();
         let (patience, began) = (owner.patience(), clock::since_boot());
@@ -362,7 +359,6 @@ impl Owner<'_> {
             self.reporting.listeners.hurry(&self.setup.config);
         }
         self.checks.note_proofs(self.setup, self.machine.state(), self.life.ended(), Instant::now());
-        self.checks.allow_verifier(self.machine.state(), self.transfers.is_idle());
         self.checks.evidence.write(self.setup, Instant::now());
         self.check_rehearsals();
         self.store_again();
@@ -503,11 +499,6 @@ impl Owner<'_> {
             Message::JobApi(call) => self.asked(*call),
             Message::End(answer) => self.end_is_known(answer),
             Message::Hook(report) => self.hook_failed(report),
-            Message::Verified(report) => {
-                if let Some(what) = report.judged(self.setup.folder.name()) {
-                    self.tell(what);
-                }
-            }
             Message::Group(news) => self.group_event(*news),
             Message::Rehearsed(rehearsed) => {
                 self.rehearsed(*rehearsed);

@@ -2,6 +2,8 @@
 
 use std::process::ExitCode;
 
+use crate::scheduler::QUEUE_AGAIN;
+
 use rekindle_os::beneath::Unexpected;
 
 /// How `rekindle` itself ends. Values follow sysexits.h and the shell where these define one.
@@ -19,8 +21,8 @@ pub(crate) enum Exit {
     NoUsableImage,
     /// Something needed is missing: CRIU, rights, driver; or the job has another supervisor (EX_UNAVAILABLE).
     Missing,
-    /// Stopped with a new image, to be queued again: the code that the scheduler expects, EX_TEMPFAIL without one.
-    Requeue(u8),
+    /// Stopped with a new image, to be queued again (EX_TEMPFAIL).
+    Requeue,
     /// Stopped, and the last image could not be stored: it is only in memory (EX_IOERR).
     OnlyInMemory,
     /// The configuration is wrong (EX_CONFIG).
@@ -41,7 +43,8 @@ impl Exit {
             Exit::Success => 0,
             Exit::Unsound => 1,
             Exit::Usage => 2,
-            Exit::Job(code) | Exit::Requeue(code) => code,
+            Exit::Job(code) => code,
+            Exit::Requeue => QUEUE_AGAIN,
             Exit::NoUsableImage => 66,
             Exit::Missing => 69,
             Exit::OnlyInMemory => 74,

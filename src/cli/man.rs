@@ -125,7 +125,7 @@ fn more() -> Roff {
             fit this machine, or another supervisor has the job.",
         ),
         (
-            code(Exit::Requeue(75)),
+            code(Exit::Requeue),
             "Stopped by SIGUSR2, to be queued again (some schedulers expect another code); the same command continues \
             from the newest image.",
         ),

@@ -517,8 +517,7 @@ fn supervise(
     let job_api = provide::job_api(&config, &mut spec, &folder);
     let scheduler = find_scheduler(&config);
     let requeue = config.scheduler.requeue;
-    let queued_by_slurm = scheduler.queued_by_slurm().map(|job| job.is_some());
-    if let (Requeue::Scontrol, Err(error)) = (requeue, &queued_by_slurm) {
+    if let (Requeue::Scontrol, Err(error)) = (requeue, scheduler.slurm_job()) {
         tracing::warn!("a job that is stopped to be queued again will not be queued again: {error}");
     }
     let member =
@@ -565,7 +564,7 @@ fn supervise(
     let job = setup.folder.name().clone();
     // The machines of a group agree about who asks Slurm.
     let is_group = setup.group.is_some();
-    let requeue = if is_group && queued_by_slurm.is_ok() { Requeue::ExitCode } else { requeue };
+    let requeue = if is_group && scheduler.is_asked_to_requeue() { Requeue::ExitCode } else { requeue };
     let finish = supervisor::run(setup, terms.early)?;
     let requeue = match requeue {
         Requeue::ExitCode if finish.is_queued_again() && !is_group && ignores_us(&scheduler, &oom_kills) => {
@@ -666,7 +665,7 @@ fn exit(finish: Finish, scheduler: &Scheduler, requeue: Requeue, job: &JobName) 
             {
                 tracing::error!("the job is not queued again: {}", chain(&error));
             }
-            Exit::Requeue(scheduler.requeue_code())
+            Exit::Requeue
         }
         Finish::Stopped(Stop::Signal(n)) => signalled(n),
         Finish::StoppedInMemory { stop: Stop::Signal(_), .. } => Exit::OnlyInMemory,
@@ -688,7 +687,7 @@ fn exit(finish: Finish, scheduler: &Scheduler, requeue: Requeue, job: &JobName) 
                 None => Exit::Internal,
             };
             let code = exit.code();
-            if last.is_none() || !means_again(code, scheduler) {
+            if last.is_none() || !means_again(code) {
                 return exit;
             }
             tracing::error!(
@@ -703,9 +702,9 @@ fn exit(finish: Finish, scheduler: &Scheduler, requeue: Requeue, job: &JobName) 
 /// Whether queues and service managers start a run with this exit code again: one that was stopped by a request, or one
 /// in which rekindle failed or lacked something (RestartForceExitStatus= of our units). `timeout`, `env` and `docker run`
 /// end with 125, too.
-fn means_again(code: u8, scheduler: &Scheduler) -> bool {
+fn means_again(code: u8) -> bool {
     const SIGTERM: u8 = 128 + 15;
-    [SIGTERM, scheduler.requeue_code(), Exit::Missing.code(), Exit::Internal.code()].contains(&code)
+    [SIGTERM, Exit::Requeue.code(), Exit::Missing.code(), Exit::Internal.code()].contains(&code)
 }
 
 #[cfg(test)]
@@ -729,14 +728,14 @@ mod tests {
 
     #[test]
     fn a_job_that_was_given_up_does_not_end_with_a_code_that_starts_it_again() {
-        let scheduler = Scheduler::find(Profile::Sge, |_| None);
+        let scheduler = Scheduler::find(Profile::None, |_| None);
         let code = |finish| exit(finish, &scheduler, Requeue::ExitCode, &"j".parse().unwrap()).code();
         let failed = |last| code(Finish::Failed { why: "it failed".into(), last: Some(last) });
-        assert_eq!([99, 143, 75, 3].map(|code| failed(Ended::Exit(code))), [1, 1, 75, 3]);
+        assert_eq!([75, 143, 3].map(|code| failed(Ended::Exit(code))), [1, 1, 3]);
         assert_eq!([69, 125].map(|code| failed(Ended::Exit(code))), [1, 1], "the units start these again");
         assert_eq!(code(Finish::Failed { why: "the machine failed".into(), last: None }), 125, "it is ours");
         assert_eq!([15, 9, 1].map(|signal| failed(Ended::Signal(signal))), [1, 137, 129]);
         assert_eq!(code(Finish::Stopped(Stop::Signal(15))), 143);
-        assert_eq!(code(Finish::Stopped(Stop::Requeue)), 99);
+        assert_eq!(code(Finish::Stopped(Stop::Requeue)), 75);
     }
 }

@@ -140,7 +140,6 @@ pub(super) const KEYS: &[Key] = &[
     key("store.encryption-key", Shape::Text, "a string with an absolute path"),
     key("store.persist-rate", Shape::Text, RATE),
     key("store.copies", Shape::Count, "1 or 2"),
-    key("store.verify-rate", Shape::Text, "\"off\", or a size per second such as \"20MB\" or a whole number of bytes"),
     key("store.on-success", Shape::Text, "\"remove\" or \"keep\""),
     key(
         "replica.url",
@@ -163,7 +162,7 @@ pub(super) const KEYS: &[Key] = &[
     key("watch.no-notify-for", Shape::Text, PATIENCE),
     key("watch.action", Shape::Text, "\"notify\", \"restart\" or \"snapshot-and-stop\""),
     key("watch.interruption", Shape::Text, "\"auto\", \"off\", or a list of \"aws\", \"google\" and \"azure\""),
-    key("scheduler.profile", Shape::Text, "\"auto\", \"slurm\", \"sge\", \"htcondor\" or \"none\""),
+    key("scheduler.profile", Shape::Text, "\"auto\", \"slurm\" or \"none\""),
     key("scheduler.requeue", Shape::Text, "\"exit-code\" or \"scontrol\""),
     key(
         "scheduler.deadline",
@@ -232,6 +231,10 @@ pub(super) const REMOVED: &[(&str, &str)] = &[
     (
         "store.persist-threads",
         "an image is stored by one thread for four processors, from 2 to 8. To write more slowly, set store.persist-rate",
+    ),
+    (
+        "store.verify-rate",
+        "a timer reads the store in place of the job's supervisor: `rekindle verify --read-data-subset 5%`. Delete the key",
     ),
     ("store.sweep-after", "content that no image needs is deleted after 10 minutes. Delete the key"),
     ("store.repack", "a repack writes at most 10 GB at a time. Delete the key"),

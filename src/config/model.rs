@@ -14,7 +14,7 @@ use super::group::Group;
 use super::network::Network;
 use super::notifications::{Hooks, LogFormat, Metrics};
 use super::scheduler::Scheduler;
-use super::storage::{SizeLimit, VerifyRate};
+use super::storage::SizeLimit;
 use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, duration};
 use super::watch::{Patience, Rule, Watch};
 use rekindle_base::Percentage;
@@ -300,8 +300,6 @@ pub(crate) struct Store {
     pub(crate) persist_rate: Rate,
     /// In how many packs content is kept that several images use.
     pub(crate) copies: Copies,
-    /// Bytes read per second, while there is nothing else to do, to find damage.
-    pub(crate) verify_rate: VerifyRate,
     /// What happens to the images when the job ends with exit code 0.
     pub(crate) on_success: OnSuccess,
 }
@@ -502,8 +500,6 @@ impl Default for Store {
             unsigned: Unsigned::default(),
             persist_rate: Rate::default(),
             copies: Copies::default(),
-            // 1.7 TB a day, for 0.5 to 4 % of a processor.
-            verify_rate: VerifyRate::PerSecond(ByteSize::new(20_000_000)),
             on_success: OnSuccess::default(),
         }
     }

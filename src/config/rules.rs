@@ -8,7 +8,7 @@ use super::group::{Coordinator, GroupNetwork};
 use super::keys;
 use super::model::{Config, LIMITS, VERSION};
 use super::scheduler::Deadline;
-use super::storage::{SizeLimit, VerifyRate};
+use super::storage::SizeLimit;
 use super::value::{ByteSize, Interval, Rate, Stdin};
 use super::watch::RuleAction;
 use crate::variables::OF_JOB;
@@ -286,14 +286,6 @@ fn store(config: &Config, rules: &mut Rules) {
     }
     rules.path("store.encryption-key", config.store.encryption_key.as_deref());
     rules.rate("store.persist-rate", config.store.persist_rate);
-    verify_rate(config, rules);
-}
-
-fn verify_rate(config: &Config, rules: &mut Rules) {
-    let VerifyRate::PerSecond(rate) = config.store.verify_rate else { return };
-    rules.that(rate >= SLOWEST, "store.verify-rate", || {
-        format!("must be at least {SLOWEST}, or \"off\": slower verification of a store takes months")
-    });
 }
 
 fn replica(config: &Config, rules: &mut Rules) {

@@ -30,11 +30,6 @@ pub(crate) enum Profile {
     Auto,
     /// Slurm.
     Slurm,
-    /// Grid Engine and its variants.
-    Sge,
-    /// HTCondor.
-    #[serde(rename = "htcondor")]
-    HtCondor,
     /// No scheduler.
     None,
 }

@@ -55,34 +55,3 @@ impl From<SizeLimit> for String {
         }
     }
 }
-
-/// Bytes of the store read per second to find damage, while there is nothing else to do.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "NumberOrText", into = "String")]
-pub(crate) enum VerifyRate {
-    /// Off.
-    Off,
-    /// This many bytes.
-    PerSecond(ByteSize),
-}
-
-impl TryFrom<NumberOrText> for VerifyRate {
-    type Error = Malformed;
-
-    fn try_from(from: NumberOrText) -> Result<VerifyRate, Malformed> {
-        let size = match from {
-            NumberOrText::Text(text) if text == "off" => return Ok(VerifyRate::Off),
-            other => ByteSize::try_from(other)?,
-        };
-        Ok(if size.bytes() == 0 { VerifyRate::Off } else { VerifyRate::PerSecond(size) })
-    }
-}
-
-impl From<VerifyRate> for String {
-    fn from(rate: VerifyRate) -> String {
-        match rate {
-            VerifyRate::Off => "off".to_owned(),
-            VerifyRate::PerSecond(size) => size.to_string(),
-        }
-    }
-}

@@ -115,7 +115,6 @@ compression = "zstd:-3"
 encryption-key = "/etc/key"
 persist-rate = "500MB"
 copies = 2
-verify-rate = 0
 on-success = "remove"
 [replica]
 url = "s3://bucket/a"
@@ -137,7 +136,7 @@ no-notify-for = "1m"
 action = "snapshot-and-stop"
 interruption = ["aws", "google"]
 [scheduler]
-profile = "sge"
+profile = "slurm"
 requeue = "scontrol"
 deadline = "2026-11-22T06:00:00Z"
 [hooks]
@@ -193,7 +192,7 @@ fn every_key_can_be_set() {
     assert_eq!(config.store.max_total_size.bytes(), Some(500_000_000_000));
     assert_eq!(config.store.compression, Compression::Zstd(-3));
     assert_eq!(config.store.encryption_key.as_deref(), Some(Path::new("/etc/key")));
-    assert_eq!((config.store.copies, config.store.verify_rate), (Copies::Two, VerifyRate::Off));
+    assert_eq!(config.store.copies, Copies::Two);
     assert_eq!(config.replica.url.as_ref().map(ReplicaUrl::bucket), Some("bucket"));
     assert_eq!(config.replica.rate, Rate::PerSecond(ByteSize::mib(1)));
     assert_eq!(config.log.max_size.bytes(), 3 << 19);

@@ -12,11 +12,10 @@ pub(super) fn judge(scheduler: &Scheduler, requeue: Requeue) -> Option<Check> {
     let name = "scheduler.requeue";
     let job = match requeue {
         Requeue::ExitCode => return None,
-        Requeue::Scontrol => scheduler.queued_by_slurm(),
+        Requeue::Scontrol => scheduler.slurm_job(),
     };
     Some(match job {
-        Ok(Some(job)) => Check::ok(name, format!("`scontrol requeue {job}` queues the job again")),
-        Ok(None) => Check::ok(name, format!("exit code {} queues the job again", scheduler.requeue_code())),
+        Ok(job) => Check::ok(name, format!("`scontrol requeue {job}` queues the job again")),
         Err(_) => Check::warn(
             name,
             "\"scontrol\", and no job of Slurm is known here: a job that is stopped will not be queued again",
@@ -42,6 +41,5 @@ mod tests {
         assert!(state == State::Warn && found.contains("will not be queued again"), "{found}");
         let (state, found) = judged(Profile::Auto, Some("7"), Requeue::Scontrol).unwrap();
         assert!(state == State::Ok && found.contains("scontrol requeue 7"), "{found}");
-        assert!(judged(Profile::Sge, None, Requeue::Scontrol).unwrap().1.contains("exit code 99"));
     }
 }

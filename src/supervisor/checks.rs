@@ -1,24 +1,20 @@
-//! Checks of images: whether the job lives on after them, whether they can be restored, and whether the store is
-//! damaged. None of it affects the job.
+//! Checks of images: whether the job lives on after them, and whether they can be restored. None of it affects the job.
 
-use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
+use super::Setup;
 use super::evidence::Unwritten;
 use super::images::LOOK;
 use super::proof::{Proofs, counts};
 use super::rehearse::Rehearsals;
 use super::state::State;
-use super::verify::Verifier;
-use super::{Message, Setup};
 use rekindle_os::spawn::Ended;
 
-/// Proofs, rehearsals and the search of the store.
+/// Proofs and rehearsals.
 pub(super) struct Checks {
     pub(super) proofs: Proofs,
     pub(super) rehearsals: Rehearsals,
     pub(super) evidence: Unwritten,
-    verifier: Option<Verifier>,
     /// When to look next whether memory is short.
     memory: Instant,
 }
@@ -30,7 +26,6 @@ impl Checks {
             proofs: Proofs::new(setup.config.watch.watched()),
             rehearsals,
             evidence: Unwritten::default(),
-            verifier: None,
             memory: Instant::now() + LOOK,
         }
     }
@@ -49,11 +44,6 @@ impl Checks {
         self.memory
     }
 
-    /// Starts the search of the store.
-    pub(super) fn open(&mut self, setup: &Arc<Setup>, sender: &mpsc::Sender<Message>) {
-        self.verifier = Verifier::start(setup, sender);
-    }
-
     /// Records which images are proven by now.
     pub(super) fn note_proofs(&mut self, setup: &Setup, state: &State, ended: Option<Ended>, now: Instant) {
         if counts(state, ended) {
@@ -61,14 +51,8 @@ impl Checks {
         }
     }
 
-    /// Allows or forbids the search of the store.
-    pub(super) fn allow_verifier(&self, state: &State, is_idle: bool) {
-        self.verifier.iter().for_each(|verifier| verifier.allow(state, is_idle));
-    }
-
     /// The run ends: cancels what is in progress.
     pub(super) fn close(&mut self) {
-        self.verifier.take().into_iter().for_each(Verifier::close);
         self.rehearsals.close();
     }
 
@@ -91,7 +75,6 @@ mod tests {
             proofs: Proofs::default(),
             rehearsals: Rehearsals::new(None),
             evidence: Unwritten::default(),
-            verifier: None,
             memory: now,
         }
     }

@@ -16,7 +16,7 @@ use signal_hook::low_level;
 
 use super::signals::{HURRY, STOPS, is_wanted};
 use crate::config::Requeue;
-use crate::scheduler::Scheduler;
+use crate::scheduler::{QUEUE_AGAIN, Scheduler};
 use crate::telemetry::log;
 use rekindle_base::chain;
 use rekindle_engine::launch::work::WorkFolder;
@@ -164,7 +164,7 @@ impl Duties {
         self.lock.iter().for_each(ReleaseAtExit::release);
         log::flush();
         low_level::exit(match signal {
-            sig::SIGUSR2 => self.scheduler.requeue_code().into(),
+            sig::SIGUSR2 => QUEUE_AGAIN.into(),
             signal => 128 + signal,
         })
     }

@@ -31,6 +31,7 @@ use rekindle_os::exits::Watched;
 use rekindle_os::fence::Fence;
 use rekindle_os::spawn::Ended;
 use rekindle_replica::OnDemand;
+use rekindle_store::heal::Healed;
 use rekindle_store::persist::Progress;
 use rekindle_store::unpack;
 use rekindle_store::{BadMark, BadWhy, Evidence, Image, ImageId, JobName};
@@ -45,6 +46,8 @@ pub(super) struct StartedJob {
     moved: Vec<Moved>,
     /// What is not as it was before a restore.
     differences: Vec<String>,
+    /// Content of the store that was damaged, and replaced.
+    healed: Option<Healed>,
 }
 
 pub(super) enum StartFailure {
@@ -137,6 +140,13 @@ impl Owner<'_> {
         // Only now: rotation keeps the image because it is the first one to be proven, and the base of the line.
         self.transfers.arrived();
         self.tell_start(&job, started.moved, started.differences);
+        if let Some(healed) = started.healed {
+            self.tell(What::StoreDamaged {
+                why: format!("found by a restore: {healed}"),
+                chunks: healed.found(),
+                replaced: healed.from_copies + healed.from_replica,
+            });
+        }
         for signal in self.life.take_unsent() {
             self.signal(signal);
         }
@@ -368,8 +378,8 @@ fn launch_job(setup: &Setup, network: Network<'_>) -> Result<StartedJob, StartFa
         Ok(root) => {
             let job = Job::new(world, root);
             job.wait_for_main();
-            let (open, details, notes, moved, differences) = Default::default();
-            Ok(StartedJob { job, open, details, notes, moved, differences })
+            let (open, details, notes, moved, differences, healed) = Default::default();
+            Ok(StartedJob { job, open, details, notes, moved, differences, healed })
         }
         Err(error) => {
             world.end(None);
@@ -461,7 +471,8 @@ fn restore_job(
             for line in differences.iter().filter(|line| said.is_new((*line).clone())) {
                 tracing::warn!("{line}");
             }
-            Ok(StartedJob { job: restored.job, open: restored.open, details, notes, moved, differences })
+            let (job, open, healed) = (restored.job, restored.open, restored.healed);
+            Ok(StartedJob { job, open, details, notes, moved, differences, healed })
         }
         Err(error) => Err(StartFailure::Restore(Box::new(image), Box::new(error))),
     }

@@ -270,16 +270,14 @@ pub enum What {
         /// The reason, as text.
         why: String,
     },
-    /// Content of the store is damaged, or the disk cannot read it.
+    /// A restore found content of the store that is damaged, or that the disk cannot read, and replaced it.
     StoreDamaged {
         /// The problem, and what was done, as text.
         why: String,
-        /// Number of chunks; 0 if a whole pack is affected.
+        /// Number of chunks.
         chunks: u64,
         /// How many of them were replaced from another pack or the replica.
         replaced: u64,
-        /// The images that cannot be restored because of this.
-        images: Vec<ImageId>,
     },
     /// A rehearsal restored an image up to the point where it would have run.
     Rehearsed {

@@ -31,7 +31,7 @@ use rekindle_criu::Criu;
 use rekindle_cuda::copier::Copier;
 use rekindle_os::exits::Watched;
 use rekindle_store::chunk::Key;
-use rekindle_store::heal::Healing;
+use rekindle_store::heal::{Healed, Healing};
 use rekindle_store::persist::Progress;
 use rekindle_store::staging::Area;
 use rekindle_store::{Image, JobFolder, Manifest};
@@ -158,6 +158,8 @@ pub struct Restored {
     pub open: Vec<Watched>,
     /// What is not as it was, a line for each item.
     pub differences: Vec<String>,
+    /// Content of the store that was damaged, and replaced.
+    pub healed: Option<Healed>,
     /// Files that were put back to their size or content at the snapshot.
     pub put_back: Vec<FileRollback>,
     /// GPUs that were replaced, each with its replacement.
@@ -189,7 +191,7 @@ pub fn restore(
         files::warn_of_unknown(manifest, request.folder);
         Ok(relocation)
     })?;
-    let plain::Plain { image, folder: _until_it_is_back } =
+    let plain::Plain { image, folder: _until_it_is_back, healed } =
         timings.run("verify", || plain::make(request, cancelled))?;
     let (image, request) = (&image, &Request { image: &image, ..*request });
     let mut killed = 0;
@@ -215,7 +217,7 @@ pub fn restore(
     };
     let visible = if moved.is_empty() { None } else { gpu::visible_devices(&revived.job, manifest) };
     let Revived { job, open, differences, .. } = revived;
-    Ok(Restored { job, open, differences, put_back, moved, visible, timings: timings.0 })
+    Ok(Restored { job, open, differences, healed, put_back, moved, visible, timings: timings.0 })
 }
 
 /// Checks that the image asks only for what belongs to its job. Changes nothing.

@@ -222,15 +222,6 @@ pub fn be_nice() {
     let _ = setpriority_process(None, 10);
 }
 
-/// Gives the calling thread the idle I/O priority: it reads and writes only while nobody else uses the disk. Only some
-/// of the kernel's I/O schedulers support this; others ignore it.
-pub fn be_last_at_the_disk() {
-    const WHO_PROCESS: libc::c_int = 1;
-    const IDLE: libc::c_int = 3 << 13;
-    // SAFETY: a system call on numbers; 0 is the calling thread.
-    unsafe { libc::syscall(libc::SYS_ioprio_set, WHO_PROCESS, 0, IDLE) };
-}
-
 /// Gives the calling thread real-time priority, before all normal threads: only for a thread that does little at a time
 /// and that others wait for. Needs CAP_SYS_NICE or RLIMIT_RTPRIO; without them nothing changes.
 pub fn be_prompt() {

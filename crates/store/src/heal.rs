@@ -26,7 +26,6 @@ use super::error::Error as StoreError;
 use super::file_error::{Failing, is_failing};
 use super::folder::JobFolder;
 use super::format::FormatError;
-use super::id::ImageId;
 use super::lock::WriterLock;
 use super::pack::stored::Stored;
 use super::pack::strike::{Place, strike};
@@ -99,10 +98,10 @@ pub struct Healed {
 }
 
 impl Healed {
-    /// Whether there was any problem.
+    /// Number of chunks with a problem.
     #[must_use]
-    pub fn found_any(&self) -> bool {
-        self.damaged + self.unreadable + self.missing > 0
+    pub fn found(&self) -> u64 {
+        self.damaged + self.unreadable + self.missing
     }
 }
 
@@ -115,8 +114,7 @@ impl fmt::Display for Healed {
             write!(f, "{count} {what}")?;
         }
         found.try_for_each(|(count, what)| write!(f, " and {count} {what}"))?;
-        let all = self.damaged + self.unreadable + self.missing;
-        match all {
+        match self.found() {
             0 => {}
             1 => f.write_str(" chunk")?,
             _ => f.write_str(" chunks")?,
@@ -138,7 +136,7 @@ impl fmt::Display for Healed {
         let said: Vec<String> =
             outcomes.iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!("{count} {what}")).collect();
         if !said.is_empty() {
-            write!(f, "{}{}", if all > 0 { ": " } else { "" }, said.join(", "))?;
+            write!(f, "{}{}", if self.found() > 0 { ": " } else { "" }, said.join(", "))?;
         }
         match &self.replica_failure {
             Some(why) => write!(f, "; the replica could not replace it: {why}"),
@@ -347,16 +345,6 @@ impl<'a> Writers<'a> {
         self.keyed.map(PackWriter::finish).transpose()?;
         Ok(())
     }
-}
-
-/// The images that refer to any of these chunks, newest first. One whose map cannot be read is left out.
-///
-/// # Errors
-/// [`StoreError::Read`].
-pub fn affected(folder: &JobFolder, ids: &BTreeSet<ChunkId>) -> Result<Vec<ImageId>, StoreError> {
-    let images = folder.images()?;
-    let refers = |map: super::chunk::ChunkMap| map.chunks().any(|(id, _)| ids.contains(&id));
-    Ok(images.iter().filter(|image| image.chunk_map().ok().flatten().is_some_and(refers)).map(|it| it.id).collect())
 }
 
 /// Chunks that images refer to and that no pack has.

@@ -59,7 +59,6 @@ mod remove_job;
 pub mod repair;
 pub mod retention;
 mod rights;
-pub mod scrub;
 mod seen;
 mod select;
 pub mod staging;

@@ -8,11 +8,9 @@
 //! bench-store unpack STORE NUMBER INTO
 //! bench-store entries STORE PACKS
 //! bench-store verify STORE THREADS
-//! bench-store scrub STORE
 //! ```
 //!
-//! COPIES is 1 or 2. `scrub` reads as the verification beside a running job does, without its pauses, and tells the
-//! time on the processor.
+//! COPIES is 1 or 2.
 //!
 //! THREADS is a number, or `auto` for what the configuration has by default on this machine.
 //!
@@ -32,7 +30,6 @@ use rekindle_store::chunk::{ChunkId, Codec, Compression};
 use rekindle_store::options::Copies;
 use rekindle_store::pack::{Entry, PackIndex, PackName, Unread};
 use rekindle_store::persist::{self, Bounds, Packing, Progress};
-use rekindle_store::scrub::{AGAIN, Scrub, Step};
 use rekindle_store::unpack::{self, unpack};
 use rekindle_store::{Access, Image, ImageId, JobFolder, Manifest, Place, Share, State, Store, check_packs};
 use serde_json::{Value, json};
@@ -54,7 +51,6 @@ fn main() -> anyhow::Result<()> {
         }
         ["unpack", store, number, into] => out(Path::new(store), number.parse()?, Path::new(into))?,
         ["entries", store, packs] => entries(Path::new(store), packs.parse()?)?,
-        ["scrub", store] => scrub(Path::new(store))?,
         ["verify", store, threads] => verify(Path::new(store), count(threads)?)?,
         _ => anyhow::bail!("usage: see the head of integration/bench/store/main.rs"),
     };
@@ -238,24 +234,6 @@ fn verify(store: &Path, threads: usize) -> anyhow::Result<Value> {
     let seconds = began.elapsed().as_secs_f64();
     ensure!(report.is_sound(), "{report:?}");
     Ok(json!({ "seconds": seconds, "bytes": report.bytes, "peak_kib": peak()? }))
-}
-
-fn scrub(store: &Path) -> anyhow::Result<Value> {
-    let job = job(store)?;
-    let (began, mut bytes) = (Instant::now(), 0);
-    let mut scrub = Scrub::new(job.packs(), None, AGAIN);
-    loop {
-        match scrub.step(began)? {
-            Step::Read(more) => bytes += more,
-            Step::Round => {}
-            Step::Nothing(_) => break,
-            found @ (Step::Found(_) | Step::Unusable { .. }) => anyhow::bail!("{found:?}"),
-        }
-    }
-    let seconds = began.elapsed().as_secs_f64();
-    let stat = fs::read_to_string("/proc/self/stat")?;
-    let ticks = stat.split_whitespace().skip(13).take(2).map(str::parse::<u32>).sum::<Result<u32, _>>()?;
-    Ok(json!({ "seconds": seconds, "bytes": bytes, "cpu_seconds": f64::from(ticks) / 100.0, "peak_kib": peak()? }))
 }
 
 /// The most memory that this process had.

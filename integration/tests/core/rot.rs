@@ -49,7 +49,7 @@ fn read_data(lab: &Lab) -> (Option<i32>, String) {
 #[test]
 fn three_images_outlive_damage_to_one_copy_of_what_they_share() {
     let Some(lab) = Lab::new() else { return };
-    let lab = three_images(lab.set("store.copies", "2").set("store.verify-rate", "\"off\""));
+    let lab = three_images(lab.set("store.copies", "2"));
     let job = lab.job();
     let id = common(&lab.images(), &job);
     let packs: Vec<_> = job.packs().index().unwrap().all(&id).map(|at| at.pack).collect();
@@ -70,6 +70,9 @@ fn three_images_outlive_damage_to_one_copy_of_what_they_share() {
     let said = run.err();
     assert!(said.contains(&told) && said.contains("1 taken from another pack"), "{said}");
     assert_eq!(said.matches("damaged").count(), 2, "once, with what is wrong: {said}");
+    let events = fs::read_to_string(job.log_dir().join("events.jsonl")).unwrap();
+    let told: Vec<&str> = events.lines().filter(|line| line.contains("\"event\":\"store-damaged\"")).collect();
+    assert!(told.len() == 1 && told[0].contains("\"chunks\":1,\"replaced\":1"), "{told:?}");
     count_on(&lab, &mut run, 2);
     lab.kill_9(run);
     assert_eq!(lab.good(), [3, 2, 1]);
@@ -84,69 +87,6 @@ fn three_images_outlive_damage_to_one_copy_of_what_they_share() {
     assert_eq!((read_data(&lab).0, lab.good()), (Some(0), vec![3, 2, 1]));
     assert_eq!(job.packs().index().unwrap().all(&id).count(), 2);
     finish(&lab, again(&lab));
-}
-
-/// Memory of a process that is its own, in bytes: what a debug build has mapped of its program is not.
-fn resident(pid: i32) -> u64 {
-    let text = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-    let line = text.lines().find(|line| line.starts_with("RssAnon:")).unwrap();
-    line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10
-}
-
-#[test]
-fn damage_is_found_and_repaired_while_the_job_runs() {
-    let Some(lab) = Lab::new() else { return };
-    let lab = three_images(lab.set("store.copies", "2").set("store.verify-rate", "\"off\""));
-    let job = lab.job();
-    let id = common(&lab.images(), &job);
-    // The copy that no reader takes: a restart does not notice.
-    let index = job.packs().index().unwrap();
-    let hidden = index.all(&id).find(|at| Some(*at) != index.get(&id)).unwrap();
-    harm(&job, &hidden);
-    let lab = lab.set("store.verify-rate", "\"200MB\"").set_file("metrics.textfile", "m.prom");
-    let mut run = again(&lab);
-    run.wait_said("found while verifying: 1 damaged chunk in");
-    run.wait_said("1 taken from another pack. All images are intact");
-    run.wait_for("the metrics tell it", || {
-        lab.read("m.prom").contains("rekindle_store_damaged_chunks_total{job=\"j\"} 1")
-            && lab.read("m.prom").contains("rekindle_store_replaced_chunks_total{job=\"j\"} 1")
-    });
-    let events = fs::read_to_string(job.log_dir().join("events.jsonl")).unwrap();
-    assert_eq!(events.matches("\"event\":\"store-damaged\"").count(), 1, "{events}");
-    assert_eq!(read_data(&lab).0, Some(0));
-    assert_eq!(job.packs().index().unwrap().all(&id).count(), 2);
-    let bytes = resident(run.pid());
-    eprintln!("{bytes} bytes are resident");
-    assert!(bytes < 20 << 20, "{bytes} bytes are resident");
-    finish(&lab, run);
-}
-
-#[test]
-fn what_cannot_be_repaired_is_told_and_is_whole_again_with_the_next_image() {
-    let Some(lab) = Lab::new() else { return };
-    let lab = three_images(lab.set("store.verify-rate", "\"off\"").set("store.keep-last", "9"));
-    let job = lab.job();
-    let images = lab.images();
-    // Not of the newest, from which the job goes on.
-    let newest = images[0].chunk_map().unwrap().unwrap();
-    let map = images[2].chunk_map().unwrap().unwrap();
-    let id = map.chunks().map(|(id, _)| id).find(|id| newest.chunks().all(|(other, _)| other != *id)).unwrap();
-    harm_small(&job, &id);
-    let lab = lab.set("store.verify-rate", "\"200MB\"");
-    let mut run = again(&lab);
-    run.wait_said("lost: no intact copy was found");
-    run.wait_said(&format!("{} cannot be restored until a later image has this content again", images[2].id));
-    assert_eq!(lab.good(), [3, 2, 1], "nothing is marked for it");
-    assert!(job.packs().index().unwrap().get(&id).is_none(), "no later image relies on it");
-    run.snapshot(&lab);
-    finish(&lab, run);
-}
-
-fn harm_small(job: &JobFolder, id: &ChunkId) {
-    let at = job.packs().index().unwrap().get(id).unwrap();
-    let file = fs::File::options().write(true).open(job.packs().pack_path(at.pack)).unwrap();
-    file.write_all_at(b"?", at.offset + 64).unwrap();
-    file.write_all_at(b"!", at.offset + 64 + u64::from(at.stored_len) - 1).unwrap();
 }
 
 /// A file on its own disk: a loop device returns EIO for reads behind the end of a backing file that was cut short.

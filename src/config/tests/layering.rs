@@ -66,7 +66,7 @@ fn a_variable_is_read_as_the_type_of_its_key() {
         ("REKINDLE_SNAPSHOT_INTERVAL", "auto"),
         ("REKINDLE_SNAPSHOT_MAX_OVERHEAD", "0.5%"),
         ("REKINDLE_SNAPSHOT_MEAN_TIME_BETWEEN_FAILURES", "6h"),
-        ("REKINDLE_SCHEDULER_PROFILE", "htcondor"),
+        ("REKINDLE_SCHEDULER_PROFILE", "none"),
         ("REKINDLE_SCHEDULER_DEADLINE", "@1795327200"),
         ("REKINDLE_JOB_LIMITS", "nofile=2,core=unlimited"),
         ("REKINDLE_JOB_ENVIRONMENT", "A=b=c, D="),
@@ -86,7 +86,7 @@ fn a_variable_is_read_as_the_type_of_its_key() {
     assert_eq!(config.snapshot.interval, Interval::Auto);
     assert_eq!(config.snapshot.max_overhead, Percentage::millionths(5_000));
     assert_eq!(config.snapshot.mean_time_between_failures, MeanTime::Known(Duration::from_secs(6 * 3600)));
-    assert_eq!(config.scheduler.profile, Profile::HtCondor);
+    assert_eq!(config.scheduler.profile, Profile::None);
     assert_eq!(config.scheduler.deadline.map(|at| at.to_string()).as_deref(), Some("2026-11-22T06:00:00Z"));
     assert_eq!(config.job.limits.get("nofile"), Some(&Limit::Value(2)));
     assert_eq!(config.job.environment.iter().collect::<Vec<_>>(), [("A", "b=c"), ("D", "")]);

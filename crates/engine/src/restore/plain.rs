@@ -10,6 +10,7 @@ use std::io;
 use super::{Error, Request};
 use rekindle_base::chain;
 use rekindle_os::beneath::Beneath;
+use rekindle_store::heal::Healed;
 use rekindle_store::take::{Need, TakeError};
 use rekindle_store::unpack;
 use rekindle_store::{Form, Image, Manifest};
@@ -23,6 +24,8 @@ pub(super) struct Plain {
     pub(super) image: Image,
     /// A folder used for this restore only.
     pub(super) folder: Option<Unpacked>,
+    /// What was damaged in the store, and replaced.
+    pub(super) healed: Option<Healed>,
 }
 
 /// A folder with an unpacked image; it is removed when this is dropped.
@@ -40,11 +43,11 @@ pub(super) fn make(request: &Request<'_>, cancelled: &(dyn Fn() -> bool + Sync))
     let image = request.image;
     if image.form() == Form::Loose {
         check(image)?;
-        return Ok(Plain { image: image.clone(), folder: None });
+        return Ok(Plain { image: image.clone(), folder: None, healed: None });
     }
     let manifest = image.manifest().ok_or(Error::NoManifest(image.id))?;
-    if let Some(image) = into_memory(request, manifest, cancelled)? {
-        return Ok(Plain { image, folder: None });
+    if let Some((image, healed)) = into_memory(request, manifest, cancelled)? {
+        return Ok(Plain { image, folder: None, healed });
     }
     into_folder(request, manifest, cancelled)
 }
@@ -68,7 +71,7 @@ fn into_memory(
     request: &Request<'_>,
     manifest: &Manifest,
     cancelled: &(dyn Fn() -> bool + Sync),
-) -> Result<Option<Image>, Error> {
+) -> Result<Option<(Image, Option<Healed>)>, Error> {
     let Some(area) = request.unpacking.staging.filter(|area| area.is_there()) else { return Ok(None) };
     // Host memory exists twice until the job runs; device memory moves from the landing file to the GPU.
     let pages = manifest.parts.iter().filter(|part| part.path.starts_with("criu/pages-"));
@@ -89,9 +92,9 @@ fn into_memory(
         }
     };
     filling.clear_pages().map_err(Error::Staging)?;
-    run(request, filling.dir(), cancelled)?;
+    let healed = run(request, filling.dir(), cancelled)?;
     let plain = Manifest { chunks: None, ..manifest.clone() };
-    Ok(Some(filling.seal(plain, 1).map_err(Error::Staging)?))
+    Ok(Some((filling.seal(plain, 1).map_err(Error::Staging)?, healed)))
 }
 
 fn into_folder(
@@ -108,20 +111,21 @@ fn into_folder(
     }
     place.make_dir(0o700).map_err(failed)?;
     let folder = Unpacked(place.clone());
-    run(request, &place, cancelled)?;
+    let healed = run(request, &place, cancelled)?;
     // Not written: see `Image::unpacked`.
     let plain = Manifest { chunks: None, ..manifest.clone() };
-    Ok(Plain { image: Image::unpacked(&place, plain, request.folder.trust()), folder: Some(folder) })
+    Ok(Plain { image: Image::unpacked(&place, plain, request.folder.trust()), folder: Some(folder), healed })
 }
 
-fn run(request: &Request<'_>, into: &Beneath, cancelled: &(dyn Fn() -> bool + Sync)) -> Result<(), Error> {
+fn run(request: &Request<'_>, into: &Beneath, cancelled: &(dyn Fn() -> bool + Sync)) -> Result<Option<Healed>, Error> {
     let super::Unpacking { key, threads, progress, healing, .. } = request.unpacking;
     let unpacking = unpack::Unpacking { key, threads, progress, cancelled, healing };
     match unpacking.unpack(request.image, request.folder, into) {
-        Ok(None) => Ok(()),
-        Ok(Some(healed)) => {
-            tracing::warn!("image {}: {healed}; the restore continues", request.image.id);
-            Ok(())
+        Ok(healed) => {
+            if let Some(healed) = &healed {
+                tracing::warn!("image {}: {healed}; the restore continues", request.image.id);
+            }
+            Ok(healed)
         }
         Err(unpack::Error::Cancelled) => Err(Error::Cancelled),
         Err(error) if error.is_damage() => Err(Error::Damaged { id: request.image.id, what: chain(&error) }),
