@@ -105,6 +105,7 @@ common() {
   offer >"$doc/criu/README"
   install -m 644 "$root"/{README,SECURITY,CHANGELOG}.md "$root/NOTICE" "$doc/"
   install -m 644 "$root"/docs/*.md "$doc/docs/"
+  install -D -m 644 -t "$doc/docs/internals" "$root"/docs/internals/*.md
   install -m 644 "$root/config/rekindle.service" "$doc/examples/"
   cp -r --no-preserve=all "$root/examples/deploy" "$doc/examples/"
   { echo 'What the executable contains, with the licences of each.'; echo

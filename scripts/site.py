@@ -79,7 +79,7 @@ def of_the_site(page, link):
 
 def gather(source):
     """Puts the pages and the files that they link to into a folder, and answers the pages."""
-    pages, files, open_ = [], set(), [ROOT / "README.md", ROOT / "docs/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages, files, open_ = [], set(), [ROOT / "README.md", ROOT / "docs/README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
     while open_:
         page = open_.pop(0)
         if page in pages:

@@ -15,7 +15,7 @@
 # --logs     where the logs of a failed job are copied
 # --minutes  start no fault after this time
 #
-# Needs root and CRIU 4.2 (REKINDLE_CRIU, or .deps/criu from scripts/deps.sh). docs/campaign.md has the results.
+# Needs root and CRIU 4.2 (REKINDLE_CRIU, or .deps/criu from scripts/deps.sh). docs/internals/campaign.md has the results.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
 target=${CARGO_TARGET_DIR:-$root/target}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("crates/*/README.md"), *ROOT.glob("integration/**/README.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md"), *ROOT.glob("crates/*/README.md"), *ROOT.glob("integration/**/README.md")])
 # What a block of code may be. `console`: commands after "$ ", and what
 # they print; without a command, what the terminal of `rekindle run` prints next. `sh`: a command a line.
 LANGUAGES = ["console", "sh", "text", "toml", "json", "python", "yaml", "rust"]

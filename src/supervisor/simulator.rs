@@ -3,7 +3,7 @@
 //! The state machine, the restart policy, the retention of images, the choice of what to restore, to remove and to
 //! overwrite in memory, and the rules for stops, proofs and marks are the product's own. The job, CRIU, the driver,
 //! disk, memory, replica and clock are models. After every event the invariants are checked ([`oracle`]);
-//! docs/simulator.md describes them, what is not modelled, and how to repeat a history.
+//! docs/internals/simulator.md describes them, what is not modelled, and how to repeat a history.
 //!
 //! ```text
 //!   random -> faults -> world (the queue, the clock)

@@ -14,7 +14,7 @@
 //!   .del-JOB/                          a job on its way out
 //! ```
 //!
-//! docs/format.md describes every byte. This crate owns everything below `STORE`, except the content of `log/`, `bin/`
+//! docs/internals/format.md describes every byte. This crate owns everything below `STORE`, except the content of `log/`, `bin/`
 //! and `state.json`. Invariants:
 //!
 //! - A folder with the name of an image was published completely (persist.rs has the protocol). Its files never change

@@ -2,7 +2,7 @@
 //!
 //! Without a key: anybody who can write there. A hash without a key finds damage, not intent. With a key
 //! (`store.encryption-key`), manifests and job records have a signature, a keyed hash that only the owner of the key
-//! can make. A file without one is refused, unless a run was told to accept it ([`Unsigned`]). docs/format.md says what
+//! can make. A file without one is refused, unless a run was told to accept it ([`Unsigned`]). docs/internals/format.md says what
 //! each signature covers.
 
 use std::fmt;

@@ -8,7 +8,8 @@ use super::*;
 /// The pages, each with its name.
 fn pages() -> Vec<(String, String)> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let docs = fs::read_dir(root.join("docs")).unwrap().map(|entry| entry.unwrap().path());
+    let of = |folder: &str| fs::read_dir(root.join(folder)).unwrap().map(|entry| entry.unwrap().path());
+    let docs = of("docs").chain(of("docs/internals"));
     let outside = ["README.md", "SECURITY.md", "ARCHITECTURE.md", "CONTRIBUTING.md"].map(|name| root.join(name));
     let pages = docs.chain(outside).filter(|path| path.extension().is_some_and(|extension| extension == "md"));
     pages.map(|path| (path.file_name().unwrap().to_string_lossy().into(), fs::read_to_string(path).unwrap())).collect()

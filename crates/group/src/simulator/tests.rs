@@ -93,7 +93,7 @@ fn a_seed_gives_the_same_history_again() {
     }
 }
 
-/// Seeds of histories that found a bug, each once: docs/simulator.md says which.
+/// Seeds of histories that found a bug, each once: docs/internals/simulator.md says which.
 const KEPT: [u64; 25] = [
     9_650_324_718_012_789_893,
     6_771_225_392_452_221_716,

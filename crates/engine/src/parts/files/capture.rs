@@ -73,7 +73,7 @@ const READ_UP_TO: u64 = 16 << 20;
 const ALL_READ_UP_TO: u64 = 128 << 20;
 
 /// Maximum length of all files in an image together, holes included. The store describes 1 GiB of zeros with 40 bytes
-/// (docs/format.md, chunk map), so this takes 40 MiB. A longer one cannot be stored.
+/// (docs/internals/format.md, chunk map), so this takes 40 MiB. A longer one cannot be stored.
 const ALL_LENGTHS: u64 = 1 << 50;
 
 /// A copy that was made before the freeze.
