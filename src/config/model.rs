@@ -207,7 +207,7 @@ pub(crate) struct Snapshot {
     pub(crate) interposer: Interposer,
 }
 
-/// The longest wait after failed snapshots, unless `retry-after` is longer. What does not pass by itself costs the job
+/// The longest wait after failed snapshots, unless REKINDLE_RETRY_AFTER is longer. What does not pass by itself costs the job
 /// little then, and what passes in the night is noticed the same night.
 const LONGEST_RETRY: Duration = Duration::from_secs(1800);
 

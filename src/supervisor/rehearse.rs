@@ -248,12 +248,16 @@ impl Owner<'_> {
             }
             Finding::RefusedOnce { why } => tracing::debug!("image {image} was refused in a rehearsal: {why}"),
             Finding::Refused { why } => {
+                self.reporting.published.rehearsal_failure = Some(format!("image {image}: {why}"));
+                // It is tried again as long as it is the newest one, and told of once.
+                if !self.reporting.remarks.said.is_new(format!("rehearsal of {image}: {why}")) {
+                    return;
+                }
                 tracing::error!(
                     "image {image} could not be restored in a rehearsal, twice: {why}. The job continues and its \
                     images are kept, but do not rely on them: a restart would probably fail in the same way. Correct \
                     what is named here, and then request a snapshot: it is rehearsed, too"
                 );
-                self.reporting.published.rehearsal_failure = Some(format!("image {image}: {why}"));
                 self.checks.evidence.note(image, Evidence::Refused, self.setup, Instant::now());
                 self.tell(What::RehearsalFailed { image, why });
             }

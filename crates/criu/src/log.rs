@@ -200,6 +200,11 @@ const MOMENTS: &[&str] = &[
 
 /// Messages of CRIU 4.2 with advice, the more specific first.
 const HINTS: &[(&str, &str)] = &[
+    // The process that did it may be over when it is looked for.
+    (
+        ENDING,
+        "a process has ended its first thread (pthread_exit in main), while others run: let the first thread wait for them",
+    ),
     (
         "with a pending SIGTRAP",
         "a breakpoint of the job, or of a debugger that has ended, waits to be handled: let the program handle the signal, or end it",
@@ -448,6 +453,7 @@ mod tests {
     #[test]
     fn what_cannot_be_dumped_is_explained() {
         for (line, words) in [
+            ("Zombies with threads are not supported", "first thread"),
             ("Unseizable non-zombie 1001 found, state D, err -1/4", "child of vfork"),
             ("Unseizable non-zombie 1001 found, state S, err -1/1", "a debugger"),
             ("SEIZE 1005: unsupported stop signal 21", "SIGTTIN"),

@@ -181,6 +181,7 @@ fn a_process_whose_first_thread_has_ended_delays_a_snapshot_for_a_moment_only() 
     let lab = lab.noting_the_first_dump("tried");
     let mut run = half_dead(&lab, "os.path.exists(folder + '/tried')");
     run.signal(Signal::SIGUSR1);
+    // It is named, unless it is over by then.
     run.wait_said("has ended its first thread (pthread_exit in main), while others run");
     run.wait_for("a snapshot", || !lab.good().is_empty());
     run.crash(&lab);

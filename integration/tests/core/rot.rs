@@ -70,7 +70,9 @@ fn three_images_outlive_damage_to_one_copy_of_what_they_share() {
     let said = run.err();
     assert!(said.contains(&told) && said.contains("1 taken from another pack"), "{said}");
     assert_eq!(said.matches("damaged").count(), 2, "once, with what is wrong: {said}");
-    let events = fs::read_to_string(job.log_dir().join("events.jsonl")).unwrap();
+    let events = || fs::read_to_string(job.log_dir().join("events.jsonl")).unwrap_or_default();
+    run.wait_for("the event", || events().contains("\"event\":\"store-damaged\""));
+    let events = events();
     let told: Vec<&str> = events.lines().filter(|line| line.contains("\"event\":\"store-damaged\"")).collect();
     assert!(told.len() == 1 && told[0].contains("\"chunks\":1,\"replaced\":1"), "{told:?}");
     count_on(&lab, &mut run, 2);
