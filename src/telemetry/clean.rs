@@ -5,7 +5,7 @@
 //! so that it reads as another one (Unicode's directional marks). They are shown as escapes: `\x1b`, `\u{202e}`. A
 //! backslash is not changed.
 //!
-//! This is done where text is output: in [`crate::cli::output`], in the log, and in the output of `report` and
+//! This is done where text is output: in `src/cli/output.rs`, in the log, and in the output of `report` and
 //! to the service manager. Clean text is not changed.
 
 use std::borrow::Cow;
