@@ -178,7 +178,10 @@ fn a_bound_takes_bad_ones_first_and_no_more_than_it_must() {
     assert_eq!(plan(39).decisions[4].verdict.to_string(), "beyond store.max-total-size (39 B)");
     assert_eq!((removed(&plan(10)), plan(10).notes), (vec![1, 2, 3, 4], vec![]));
     let said = plan(9).notes[0].to_string();
-    assert!(said.contains("take 10 B, more than store.max-total-size (9 B)") && said.contains("pin --remove"), "{said}");
+    assert!(
+        said.contains("take 10 B, more than store.max-total-size (9 B)") && said.contains("pin --remove"),
+        "{said}"
+    );
 }
 
 #[test]
