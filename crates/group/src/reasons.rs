@@ -284,7 +284,7 @@ pub enum Failure {
         /// Why it would be restarted again.
         last: Reason,
     },
-    /// It failed after each group image, of which this is the newest.
+    /// It failed after each group image; this is the newest of them.
     EachImage(Number),
     /// A member's configuration says that it is not to be started again.
     Never {

@@ -22,6 +22,8 @@ use rekindle_os::mounts;
 use rekindle_os::parallel;
 use rekindle_os::process as os_process;
 
+use kind::Kind;
+
 use crate::advice::Advice;
 use crate::record::{self, Record};
 use crate::signals;
@@ -60,13 +62,13 @@ impl Raw {
         self.advice = advice;
     }
 
-    /// Lets descriptors with O_ASYNC send their signals as before: CRIU takes the flag from terminals and sets it again, so that
-    /// their signals would name one of its own descriptors.
+    /// Lets terminals with O_ASYNC send their signals as before: CRIU takes the flag from them and sets it again, so that their
+    /// signals would name one of its own descriptors. It does not touch the flag of others, nor do we.
     pub fn send_signals_again(&self) {
         for process in &self.processes {
             let sends = |raw: &&descriptor::Raw| {
                 let flags = raw.info.lines().find_map(|line| line.strip_prefix("flags:"));
-                flags.is_some_and(|flags| signals::sends(flags.trim()))
+                Kind::of(&raw.target) == Kind::Terminal && flags.is_some_and(|flags| signals::sends(flags.trim()))
             };
             let numbers: Vec<i32> = process.descriptors.iter().filter(sends).map(|raw| raw.number).collect();
             if !numbers.is_empty() {

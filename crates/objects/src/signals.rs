@@ -15,8 +15,10 @@ pub fn send_again(record: &Record, tree: &[i32]) {
     for process in &record.processes {
         let sends = |descriptor: &&record::Descriptor| descriptor.items.get("flags").is_some_and(|flags| sends(flags));
         let numbers: Vec<i32> = process.descriptors.iter().filter(sends).map(|descriptor| descriptor.number).collect();
-        let outer = || tree.iter().find(|pid| process::inner_pid(**pid) == Some(process.pid));
-        if let Some(pid) = Some(()).filter(|()| !numbers.is_empty()).and_then(|()| outer()) {
+        if numbers.is_empty() {
+            continue;
+        }
+        if let Some(pid) = tree.iter().find(|pid| process::inner_pid(**pid) == Some(process.pid)) {
             send(*pid, &numbers);
         }
     }
@@ -29,7 +31,9 @@ pub(crate) fn send(pid: i32, numbers: &[i32]) {
         let done = process::fetch_descriptor(&opened, *number)
             .and_then(|descriptor| attributes::send_signals(&descriptor, *number));
         if let Err(error) = done {
-            tracing::warn!("descriptor {number} of process {pid} may send no signals (O_ASYNC): {error}");
+            tracing::warn!(
+                "descriptor {number} of process {pid} may send no signals for what arrives (O_ASYNC), or name another descriptor in them: {error}"
+            );
         }
     }
 }

@@ -109,20 +109,24 @@ pub fn set_number(descriptor: &impl AsFd, command: i32, number: i32) -> io::Resu
 /// remembers the number that the process had that turned them on.
 ///
 /// # Errors
-/// The kernel's: not every file sends signals (ENOTTY), and `number` can be above our limit of descriptors (EBADF).
+/// The kernel's. If `number` is above our limit of descriptors (EBADF), the signals are sent, and name another one.
 pub fn send_signals(descriptor: &OwnedFd, number: i32) -> io::Result<()> {
     let turn_on = || {
         // From here on this thread has a table of descriptors of its own, where that number is free to be taken.
         nix::sched::unshare(nix::sched::CloneFlags::CLONE_FILES)?;
         // SAFETY: whatever had the number in this table is closed, and nobody else has this table.
-        if unsafe { libc::dup2(descriptor.as_raw_fd(), number) } < 0 {
-            return Err(io::Error::last_os_error());
-        }
+        let taken = match unsafe { libc::dup2(descriptor.as_raw_fd(), number) } {
+            -1 => Err(io::Error::last_os_error()),
+            _ => Ok(()),
+        };
         // SAFETY: open until the thread ends, and only used while it lives.
-        let here = unsafe { BorrowedFd::borrow_raw(number) };
+        let here = unsafe { BorrowedFd::borrow_raw(if taken.is_ok() { number } else { descriptor.as_raw_fd() }) };
         let flags = self::number(&here, libc::F_GETFL)?;
         set_number(&here, libc::F_SETFL, flags & !libc::O_ASYNC)?;
-        set_number(&here, libc::F_SETFL, flags | libc::O_ASYNC)
+        // A terminal without an owner takes who does this (`__tty_fasync`): a thread that is not the first, to which no signal
+        // goes, and not this program, which SIGIO would end.
+        set_number(&here, libc::F_SETFL, flags | libc::O_ASYNC)?;
+        taken
     };
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().spawn_scoped(scope, turn_on)?;
@@ -274,6 +278,8 @@ mod tests {
         assert_eq!(named(&mut fifo), Some(77));
         send_signals(&descriptor, 5).unwrap();
         assert_eq!(named(&mut fifo), Some(5), "again, and the descriptors of this process are as they were");
+        assert!(send_signals(&descriptor, i32::MAX).is_err());
+        assert!(named(&mut fifo).is_some(), "they come all the same");
     }
 
     #[test]

@@ -61,14 +61,19 @@ pub fn open_without_signals(dir: &Beneath) -> Result<usize, Error> {
     let entries: Vec<FileEntry> = Records::open(path.clone(), FILES)?.all()?;
     let fifos: BTreeSet<u32> =
         entries.iter().filter_map(|entry| entry.fifo.as_ref()).map(|fifo| fifo.name.unwrap_or(fifo.id)).collect();
-    let mut count = 0;
+    // The field that has the flags, and its message, if that is to be changed.
+    let found = |entry: &FileEntry| {
+        let of_fifo = entry.reg.as_ref().filter(|reg| fifos.contains(&reg.id)).map(|reg| (3_u64, 2_u64, reg.flags));
+        let of_terminal = entry.terminal.as_ref().map(|terminal| (19, 3, terminal.flags));
+        of_fifo.or(of_terminal).filter(|(.., flags)| flags & O_ASYNC != 0)
+    };
+    let count = entries.iter().filter_map(found).count();
+    // The job stands still, and nearly none has such a file.
+    if count == 0 {
+        return Ok(0);
+    }
     rewrite(&path, FILES, |entry: FileEntry, record| {
-        let of_fifo = entry.reg.filter(|reg| fifos.contains(&reg.id)).map(|reg| (3_u64, 2_u64, reg.flags));
-        let of_terminal = entry.terminal.map(|terminal| (19, 3, terminal.flags));
-        let Some((part, field, flags)) = of_fifo.or(of_terminal).filter(|(.., flags)| flags & O_ASYNC != 0) else {
-            return Ok(None);
-        };
-        count += 1;
+        let Some((part, field, flags)) = found(&entry) else { return Ok(None) };
         let change = |key: u64, content: &[u8]| {
             let changed = (key >> 3 == part).then(|| {
                 // If a field occurs twice, the last one counts.

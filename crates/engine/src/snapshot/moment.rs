@@ -369,7 +369,10 @@ impl Still<'_, '_> {
         if restarted > 0 {
             tracing::debug!(restarted, "corrected timers that had fired");
         }
-        criu::image::open_without_signals(self.dir).map_err(|e| chain(&e))?;
+        let signalling = criu::image::open_without_signals(self.dir).map_err(|e| chain(&e))?;
+        if signalling > 0 {
+            tracing::debug!(signalling, "FIFOs and terminals are opened without O_ASYNC");
+        }
         let described = eventfds::describe(self.dir, tree).map_err(|e| chain(&e))?;
         if described > 0 {
             tracing::debug!(described, "described eventfds that CRIU would not make as they are");
